@@ -1,0 +1,179 @@
+"""The public ops: validate, resolve and select."""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import checks
+from pallas_kernels import dispatch
+from pallas_kernels import errors
+from pallas_kernels import page_shape
+from pallas_kernels.kv_update import operands as operands_lib
+from pallas_kernels.kv_update import quantize
+
+WRITE = dispatch.Op(
+  "pallas_kernels.kv_update", "write_kv", "why_write_unsupported"
+)
+COPY = dispatch.Op(
+  "pallas_kernels.kv_update", "copy_rows", "why_copy_unsupported"
+)
+
+
+def write_kv(
+  k: jax.Array,
+  v: jax.Array,
+  k_pages: jax.Array,
+  v_pages: jax.Array,
+  slots: jax.Array,
+  *,
+  k_scales: jax.Array | None = None,
+  v_scales: jax.Array | None = None,
+  implementation: str | None = None,
+) -> tuple[jax.Array, ...]:
+  """Writes each token's K and V rows to its slot, in place under donation.
+
+  No two tokens of a call may have the same slot, except in page 0 of a layer
+  (the null page), of which nothing is promised.  Padded tokens come last or
+  carry a slot of a null page.
+
+  Args:
+    k: `[tokens, kv_heads, head_dim]`.
+    v: `[tokens, kv_heads, v_head_dim]`.
+    k_pages: `[pages, *page_shape]`; floating, int8 or float8_e4m3fn.
+    v_pages: the same for V.
+    slots: int32 `[tokens]`, `page * page_size + row`; must be in range.
+    k_scales: float32 `[pages, *scales_shape]` for int8 and fp8 pages; each row
+      is quantised on its own, so that it never depends on its neighbours.
+    v_scales: the same for V.
+    implementation: one of `dispatch.IMPLEMENTATIONS`, or None.
+
+  Returns:
+    `(k_pages, v_pages)`, and with scales `(k_pages, v_pages, k_scales,
+    v_scales)`.
+
+  Raises:
+    KernelArgumentError: shapes or dtypes that do not fit.
+    KernelUnsupported: the named implementation cannot run it, and why.
+
+  Ownership: donate the pages where the call is jitted; the arrays given are
+    dead after it, the returned ones are their successors.
+  """
+  operands = operands_lib.WriteOperands(
+    k=k,
+    v=v,
+    k_pages=k_pages,
+    v_pages=v_pages,
+    slots=slots,
+    k_scales=k_scales,
+    v_scales=v_scales,
+  )
+  options = resolve_write(operands)
+  module = WRITE.select(implementation, operands, options)
+  return module.write_kv(operands, options)
+
+
+def resolve_write(
+  operands: operands_lib.WriteOperands,
+) -> operands_lib.WriteOptions:
+  """Checks operands against each other and reads the pages' geometry.
+
+  Args:
+    operands: arrays, or `jax.ShapeDtypeStruct`s.
+
+  Raises:
+    KernelArgumentError: as `write_kv`.
+  """
+  k, v = operands.k, operands.v
+  checks.require_shape("k", k, "[tokens, kv_heads, head_dim]", [None] * 3)
+  checks.require_shape(
+    "v", v, "[tokens, kv_heads, head_dim]", [*k.shape[:2], None]
+  )
+  checks.require_shape("slots", operands.slots, "[tokens]", k.shape[:1])
+  checks.require_int32("slots", operands.slots)
+  options = operands_lib.WriteOptions(
+    k_geometry=page_shape.geometry_of("k_pages", operands.k_pages, k.shape[-1]),
+    v_geometry=page_shape.geometry_of("v_pages", operands.v_pages, v.shape[-1]),
+  )
+  sides = (("k", options.k_geometry), ("v", options.v_geometry))
+  for side, geometry in sides:
+    pages = getattr(operands, f"{side}_pages")
+    if geometry.kv_heads != k.shape[1]:
+      raise errors.KernelArgumentError(
+        f"{side}_pages has shape {pages.shape}, expected the {k.shape[1]} KV"
+        f" heads of k {k.shape}"
+      )
+    scales = getattr(operands, f"{side}_scales")
+    quantized = jnp.dtype(pages.dtype) in quantize.LARGEST
+    if (scales is not None) != quantized:
+      raise errors.KernelArgumentError(
+        f"{side}_scales is {'missing' if quantized else 'given'}, expected"
+        f" scales exactly where pages are int8 or fp8; they are {pages.dtype}"
+      )
+    if scales is not None:
+      shape = page_shape.scales_shape(geometry.kv_heads, geometry.page_size)
+      checks.require_shape(
+        f"{side}_scales",
+        scales,
+        "[pages, 1, scale lanes]",
+        (pages.shape[0], *shape),
+      )
+  if options.k_geometry.page_size != options.v_geometry.page_size:
+    raise errors.KernelArgumentError(
+      f"k_pages has shape {operands.k_pages.shape} and v_pages"
+      f" {operands.v_pages.shape}, expected equal page sizes"
+    )
+  return options
+
+
+def copy_rows(
+  pages: jax.Array,
+  source_pages: jax.Array,
+  destination_pages: jax.Array,
+  row_counts: jax.Array,
+  *,
+  head_dim: int,
+  implementation: str | None = None,
+) -> jax.Array:
+  """Copies the first rows of pages onto other pages, in place under donation.
+
+  Everything is read before anything is written.  The cost is that of the
+  copies with a count above 0.
+
+  Args:
+    pages: `[pages, *page_shape]`.
+    source_pages: int32 `[copies]`.
+    destination_pages: int32 `[copies]`; none of them is a source, and none is
+      named twice, among copies with a count above 0.
+    row_counts: int32 `[copies]`, 0 to page_size; 0 copies nothing.
+    head_dim: elements of one row of one head.
+    implementation: one of `dispatch.IMPLEMENTATIONS`, or None.
+
+  Returns:
+    The successor of `pages`.
+
+  Raises:
+    KernelArgumentError: shapes or dtypes that do not fit.
+    KernelUnsupported: the named implementation cannot run it, and why.
+
+  Ownership: donate the pages where the call is jitted.
+  """
+  operands = operands_lib.CopyOperands(
+    pages=pages,
+    source_pages=source_pages,
+    destination_pages=destination_pages,
+    row_counts=row_counts,
+  )
+  _check_copies(source_pages, destination_pages, row_counts)
+  options = operands_lib.CopyOptions(
+    geometry=page_shape.geometry_of("pages", pages, head_dim)
+  )
+  module = COPY.select(implementation, operands, options)
+  return module.copy_rows(operands, options)
+
+
+def _check_copies(*arrays: jax.Array) -> None:
+  names: Sequence[str] = ("source_pages", "destination_pages", "row_counts")
+  for name, array in zip(names, arrays, strict=True):
+    checks.require_shape(name, array, "[copies]", arrays[0].shape[:1])
+    checks.require_int32(name, array)

@@ -1,0 +1,5 @@
+"""Attention of ragged queries over paged keys and values."""
+
+from pallas_kernels.paged_attention.api import paged_attention
+
+__all__ = ["paged_attention"]

@@ -1,0 +1,1 @@
+"""How `xla` cuts a call into blocks."""

@@ -1,0 +1,54 @@
+"""Which sequence a query row belongs to, and what it may see.
+
+Shared by `reference` and `xla`; the tests' oracle has its own.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.paged_attention import operands as operands_lib
+
+
+def sequence_of_tokens(
+  operands: operands_lib.Operands,
+) -> tuple[jax.Array, jax.Array]:
+  """The sequence of each query row, and whether it is a real row.
+
+  Returns:
+    `(sequence, real)`: int32 `[tokens]` below the number of sequences, and bool
+    `[tokens]`.
+  """
+  tokens = operands.q.shape[0]
+  sequences = operands.context_lens.shape[0]
+  token = jnp.arange(tokens, dtype=jnp.int32)
+  starts = operands.query_starts
+  if starts is None:
+    return token, jnp.ones(tokens, bool)
+  # Comparing beats a binary search: both axes are short.
+  sequence = (token[:, None] >= starts[None, 1:]).sum(1, dtype=jnp.int32)
+  real = token < starts[-1]
+  return jnp.minimum(sequence, sequences - 1), real
+
+
+def token_positions(
+  operands: operands_lib.Operands, sequence: jax.Array
+) -> jax.Array:
+  """The position of each query row, int32 `[tokens]`.
+
+  Args:
+    operands: of the call.
+    sequence: int32 `[tokens]`, the sequence of each row.
+  """
+  if operands.query_positions is not None:
+    return operands.query_positions
+  if operands.query_starts is None:
+    first = operands.context_lens - 1
+  else:
+    starts = operands.query_starts
+    first = operands.context_lens - starts[1:]
+  if operands.key_starts is not None:
+    first = first + operands.key_starts
+  if operands.query_starts is None:
+    return first[sequence]
+  token = jnp.arange(operands.q.shape[0], dtype=jnp.int32)
+  return first[sequence] + token
