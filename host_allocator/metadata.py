@@ -1,0 +1,69 @@
+"""The bookkeeping ledger: what finding and owning pages costs in bytes.
+
+Record sizes are parameters, because a Python object, a packed descriptor and
+a device index differ in size and in where they live.
+
+Reference: §0x02E.
+"""
+
+import dataclasses
+
+from host_allocator import ledger
+
+
+@dataclasses.dataclass(frozen=True)
+class RecordBytes:
+  """Bytes of one bookkeeping record of each kind, wherever it is kept."""
+
+  map_entry: int
+  page_descriptor: int
+  hash_entry: int
+  request_tail: int
+  free_entry: int
+  fixed: int = 0
+
+  def __post_init__(self) -> None:
+    for name, value in dataclasses.asdict(self).items():
+      if type(value) is not int or value < 0:
+        raise ledger.Unreconciled(
+          "record_size", f"{name} is {value!r}, not a whole number from 0"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class RecordCounts:
+  """How many bookkeeping records of each kind there are."""
+
+  map_entries: int
+  page_descriptors: int
+  hash_entries: int
+  requests: int
+  free_entries: int
+
+  def __post_init__(self) -> None:
+    for name, value in dataclasses.asdict(self).items():
+      if type(value) is not int or value < 0:
+        raise ledger.Unreconciled(
+          "record_count", f"{name} is {value!r}, not a whole number from 0"
+        )
+    if self.free_entries > self.page_descriptors:
+      raise ledger.Unreconciled(
+        "free_above_pool",
+        f"{self.free_entries} free of {self.page_descriptors} pages",
+      )
+
+
+def metadata_bytes(sizes: RecordBytes, counts: RecordCounts) -> dict[str, int]:
+  """Returns the bookkeeping bytes by kind of record, and their "total".
+
+  Reference: §0x02E.
+  """
+  parts = {
+    "map_entries": sizes.map_entry * counts.map_entries,
+    "page_descriptors": sizes.page_descriptor * counts.page_descriptors,
+    "hash_entries": sizes.hash_entry * counts.hash_entries,
+    "request_tails": sizes.request_tail * counts.requests,
+    "free_entries": sizes.free_entry * counts.free_entries,
+    "fixed": sizes.fixed,
+  }
+  return {**parts, "total": sum(parts.values())}
