@@ -1,15 +1,15 @@
 """What tests, benchmarks and experiments share: data, decoders, a baseline."""
 
-from collections.abc import Sequence
 import os
 import pathlib
+from collections.abc import Sequence
 from typing import Any
 from typing import TypeAlias
 
-from flax import nnx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 from kvjax import models
 from kvjax.models import params as params_lib

@@ -10,9 +10,9 @@ from collections.abc import Callable
 from typing import Any
 from typing import TypeAlias
 
-from flax import nnx
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
 from host_allocator import layout
 from kvjax import attention as attention_lib

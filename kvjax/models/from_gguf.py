@@ -6,14 +6,15 @@ i at rows 2i and 2i + 1. Ours, like transformers', rotates row i with row
 i + head_dim / 2, so those rows are put back.
 """
 
-from collections.abc import Mapping
 import re
+from collections.abc import Mapping
 
 import numpy as np
 
 from kvjax import errors
 from kvjax.models import config as config_lib
 from kvjax.models import gguf_file
+from kvjax.models import gguf_tokenizer
 from kvjax.models import rope
 from kvjax.models import weights
 
@@ -144,17 +145,8 @@ def _sizes(file: gguf_file.GgufFile, arch: str) -> config_lib.DecoderConfig:
     mlp_bias="blk.0.ffn_up.bias" in file.tensors,
     qk_norm=arch == "qwen3",
     bos_id=file.get("tokenizer.ggml.bos_token_id", int),
-    eos_ids=eos_ids(file),
+    eos_ids=gguf_tokenizer.eos_ids(file),
   )
-
-
-def eos_ids(file: gguf_file.GgufFile) -> tuple[int, ...]:
-  """The tokens that end a text or a turn, in that order, each once."""
-  found = (
-    file.get(f"tokenizer.ggml.{key}_token_id", int)
-    for key in ("eos", "eot", "eom")
-  )
-  return tuple(dict.fromkeys(token for token in found if token is not None))
 
 
 def _rope_factors(

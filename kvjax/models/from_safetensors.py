@@ -1,7 +1,7 @@
 """Tensors of a folder with model.safetensors, or its shards and an index."""
 
-from collections.abc import Mapping
 import pathlib
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np

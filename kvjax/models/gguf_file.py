@@ -1,9 +1,9 @@
 """A GGUF file: its metadata and tensors, parsed once for all who ask."""
 
-from collections.abc import Mapping
 import dataclasses
 import functools
 import pathlib
+from collections.abc import Mapping
 from typing import Any
 
 import gguf

@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from typing import Any
 
-from flax import nnx
 import jax
+from flax import nnx
 
 
 def split(

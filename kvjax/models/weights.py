@@ -5,16 +5,16 @@ shapes without reading them, so a wrong checkpoint is refused before its
 weights are read.
 """
 
+import dataclasses
 from collections.abc import Iterable
 from collections.abc import Iterator
 from collections.abc import Mapping
-import dataclasses
 from typing import Any
 from typing import Protocol
 
-from flax import nnx
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 from kvjax import errors
 from kvjax.models import config as config_lib
