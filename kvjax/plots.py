@@ -5,6 +5,7 @@ this module is. Figures are made without pyplot, so no window and no global
 state is touched; a notebook shows the returned figure.
 """
 
+import io
 import pathlib
 from collections.abc import Mapping
 from collections.abc import Sequence
@@ -169,6 +170,13 @@ def save(drawing: figure.Figure, path: pathlib.Path) -> pathlib.Path:
   path.parent.mkdir(parents=True, exist_ok=True)
   drawing.savefig(path, dpi=120)
   return path
+
+
+def png(drawing: figure.Figure) -> bytes:
+  """Returns a figure as the bytes of a PNG, for a notebook to display."""
+  buffer = io.BytesIO()
+  drawing.savefig(buffer, format="png", dpi=100)
+  return buffer.getvalue()
 
 
 def _label(

@@ -37,7 +37,7 @@ _WORKDIR = flags.DEFINE_string(
 _OVERRIDE = re.compile(r"^--?(?:no)?config\.([^=]+)(?:=.*)?$", re.DOTALL)
 _CONFIG_FILE = re.compile(r"^--?config(?:=(.*))?$")
 # Modules of kvjax.experiments that are no experiment of their own.
-_NOT_EXPERIMENTS = ("common", "prompts", "serving")
+_NOT_EXPERIMENTS = ("common", "dense_baseline", "prompts", "serving")
 
 
 class UsageError(Exception):

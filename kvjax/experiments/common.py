@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import os
 import pathlib
 import statistics
 import sys
@@ -101,6 +102,27 @@ def median_ratio(numerator: Timing, denominator: Timing) -> float:
     above / below
     for above, below in zip(numerator.seconds, denominator.seconds, strict=True)
   )
+
+
+def find_data(name: str) -> pathlib.Path:
+  """Returns a file of the data that is not part of the repository.
+
+  Args:
+    name: the path below the data folder, which is `$KVJAX_DATA`, or
+      `../shared/data` beside the repository where that is not set.
+
+  Raises:
+    ExperimentError: if there is no such file; the text says where it was
+      looked for.
+  """
+  beside = pathlib.Path(__file__).parents[3] / "shared" / "data"
+  path = pathlib.Path(os.environ.get("KVJAX_DATA") or beside) / name
+  if not path.is_file():
+    raise ExperimentError(
+      f"no data at {str(path)!r}; set KVJAX_DATA to the folder that holds "
+      f"{name}"
+    )
+  return path
 
 
 def write_summary(

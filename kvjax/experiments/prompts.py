@@ -25,7 +25,7 @@ def read_prompts(path: pathlib.Path) -> list[str]:
       it is not what the file's name says.
   """
   try:
-    lines = path.read_text(encoding="utf-8").splitlines()
+    lines = path.read_text(encoding="utf-8").split("\n")
   except (OSError, UnicodeDecodeError) as error:
     raise common.ExperimentError(
       f"cannot read prompts from {str(path)!r}: {error}"

