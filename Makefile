@@ -30,7 +30,7 @@ test: lint pytest  ## Linters, type checker, tests and doctests.
 lint: $(VENV)/.test  ## Formatter, linter, type checker, import contracts.
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/pyrefly check
+	$(BIN)/pyrefly check --python-interpreter-path $(BIN)/python
 	$(BIN)/lint-imports
 
 format: $(VENV)/.test  ## Formats the code.

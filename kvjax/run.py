@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence
 from typing import NoReturn
 
+import jax
 import ml_collections
 from absl import app
 from absl import flags
@@ -32,6 +33,11 @@ _CONFIG = config_flags.DEFINE_config_file(
 )
 _WORKDIR = flags.DEFINE_string(
   "workdir", None, "Where results go. Default: out/NAME of the experiment."
+)
+_COMPILED = flags.DEFINE_string(
+  "compiled",
+  "out/compiled",
+  "Keeps compiled steps from one run to the next; empty keeps none.",
 )
 
 _OVERRIDE = re.compile(r"^--?(?:no)?config\.([^=]+)(?:=.*)?$", re.DOTALL)
@@ -72,6 +78,21 @@ def run_experiment(
   workdir.mkdir(parents=True, exist_ok=True)
   module = importlib.import_module(f"{experiments.__name__}.{name}")
   return module.run(config, workdir)
+
+
+def keep_compiled(folder: pathlib.Path) -> None:
+  """Lets JAX write what it compiles to a folder of its version, and reuse it.
+
+  A second engine, or a second run, then traces its step shapes but does not
+  compile them.
+
+  Args:
+    folder: where; each JAX version has a folder of its own in it.
+  """
+  path = folder.absolute() / f"jax-{jax.__version__}"
+  jax.config.update("jax_compilation_cache_dir", str(path))
+  jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+  jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
 def experiment_names() -> tuple[str, ...]:
@@ -144,6 +165,8 @@ def main(argv: Sequence[str]) -> None:
       )
     config = _CONFIG.value
     workdir = _WORKDIR.value or f"out/{config.get('experiment', 'run')}"
+    if _COMPILED.value:
+      keep_compiled(pathlib.Path(_COMPILED.value))
     summary = run_experiment(config, pathlib.Path(workdir))
     logging.debug("summary: %s", summary)
   except (UsageError, common.ExperimentError) as error:

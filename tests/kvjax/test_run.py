@@ -123,6 +123,7 @@ def test_what_a_person_can_put_right_ends_with_status_2(
   monkeypatch.setattr(run, "run_experiment", refuse)
   monkeypatch.setattr(run, "_CONFIG", flag(value=config))
   monkeypatch.setattr(run, "_WORKDIR", flag(value=str(tmp_path)))
+  monkeypatch.setattr(run, "_COMPILED", flag(value=""))
   with pytest.raises(SystemExit) as ended:
     run.main(["kvjax.run"])
   assert ended.value.code == 2
