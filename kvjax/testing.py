@@ -1,5 +1,6 @@
 """What tests, benchmarks and experiments share: data, decoders, a baseline."""
 
+import functools
 import os
 import pathlib
 from collections.abc import Sequence
@@ -36,14 +37,19 @@ def data_path(name: str) -> pathlib.Path:
   return path
 
 
-def smollm2_path() -> pathlib.Path:
-  """The packaged SmolLM2 GGUF file; skips the running test without it."""
+@functools.cache
+def smollm2() -> tuple[models.Decoder, models.Tokenizer]:
+  """SmolLM2-135M-Instruct and its tokenizer, loaded once in a process.
+
+  Skips the running test where the package with the weights is not installed.
+  """
   try:
-    return models.smollm2_gguf()
+    path = models.smollm2_gguf()
   except models.CheckpointError as error:
     import pytest
 
     pytest.skip(str(error))
+  return models.load(path), models.load_tokenizer(path)
 
 
 def tiny_config(family: str = "llama", **changes: Any) -> models.DecoderConfig:
@@ -56,7 +62,7 @@ def tiny_config(family: str = "llama", **changes: Any) -> models.DecoderConfig:
   Returns:
     Two layers, four query heads on two key heads, head_dim 16.
   """
-  fields = {
+  fields: dict[str, Any] = {
     "family": family,
     "vocab_size": 97,
     "hidden_size": 48,

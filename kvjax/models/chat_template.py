@@ -32,10 +32,9 @@ class ChatTemplate:
       extensions=[jinja2.ext.loopcontrols],
     )
     environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _refuse
-    environment.globals["strftime_now"] = _format_now
+    names = {"raise_exception": _refuse, "strftime_now": _format_now}
     try:
-      self._template = environment.from_string(source)
+      self._template = environment.from_string(source, globals=names)
     except jinja2.TemplateError as error:
       raise errors.CheckpointError(f"chat template: {error}") from error
 

@@ -249,7 +249,7 @@ def token_ids(value: int | list[int] | None) -> tuple[int, ...]:
   """A token id of a config, which may be one, several or none."""
   if value is None:
     return ()
-  return tuple(value) if isinstance(value, list) else (int(value),)
+  return tuple(value) if isinstance(value, list) else (value,)
 
 
 def _rope(

@@ -28,6 +28,20 @@ Attention: TypeAlias = Callable[
 ]
 
 
+class RMSNorm(nnx.Module):
+  """Divides by the root of the mean square, in float32, and scales."""
+
+  def __init__(self, width: int, *, epsilon: float, dtype: Any):
+    self.epsilon = epsilon
+    self.scale = nnx.Param(jnp.ones((width,), dtype))
+
+  def __call__(self, x: jax.Array) -> jax.Array:
+    wide = x.astype(jnp.float32)
+    square = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
+    normal = (wide * jax.lax.rsqrt(square + self.epsilon)).astype(x.dtype)
+    return normal * jnp.expand_dims(self.scale[...], range(x.ndim - 1))
+
+
 class Block(nnx.Module):
   """One decoder layer: attention, then a gated feed-forward."""
 
@@ -45,8 +59,8 @@ class Block(nnx.Module):
         rngs=rngs,
       )
 
-    def norm(width: int) -> nnx.RMSNorm:
-      return _norm(width, config, dtype, rngs)
+    def norm(width: int) -> RMSNorm:
+      return RMSNorm(width, epsilon=config.rms_norm_eps, dtype=dtype)
 
     self.config = config
     width = config.hidden_size
@@ -130,8 +144,10 @@ class Decoder(nnx.Module):
     blocks = [
       Block(config, dtype=dtype, rngs=rngs) for _ in range(config.num_layers)
     ]
-    self.layers = _stacked(blocks) if scan_layers else nnx.List(blocks)
-    self.final_norm = _norm(config.hidden_size, config, dtype, rngs)
+    self.layers: Any = _stacked(blocks) if scan_layers else nnx.List(blocks)
+    self.final_norm = RMSNorm(
+      config.hidden_size, epsilon=config.rms_norm_eps, dtype=dtype
+    )
     if not config.tied_embeddings:
       self.unembedding = nnx.Linear(
         config.hidden_size,
@@ -267,18 +283,6 @@ class Decoder(nnx.Module):
       page_size=page_size,
       dtype=jnp.dtype(dtype).name,
     )
-
-
-def _norm(
-  width: int, config: config_lib.DecoderConfig, dtype: Any, rngs: nnx.Rngs
-) -> nnx.RMSNorm:
-  return nnx.RMSNorm(
-    width,
-    epsilon=config.rms_norm_eps,
-    dtype=dtype,
-    param_dtype=dtype,
-    rngs=rngs,
-  )
 
 
 def _stacked(blocks: list[Block]) -> Block:

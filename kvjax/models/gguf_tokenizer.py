@@ -160,17 +160,20 @@ def _sentencepiece(
     )
   )
   prefix = file.get(f"{_KEYS}add_space_prefix", bool, True)
-  steps = [normalizers.Prepend(_SPACE)] if prefix else []
-  steps.append(normalizers.Replace(" ", _SPACE))
-  tokenizer.normalizer = normalizers.Sequence(steps)
-  undo = [
-    decoders.Replace(_SPACE, " "),
-    decoders.ByteFallback(),
-    decoders.Fuse(),
-  ]
-  if prefix:
-    undo.append(decoders.Strip(" ", 1, 0))
-  tokenizer.decoder = decoders.Sequence(undo)
+  visible_spaces = normalizers.Replace(" ", _SPACE)
+  tokenizer.normalizer = (
+    normalizers.Sequence([normalizers.Prepend(_SPACE), visible_spaces])
+    if prefix
+    else visible_spaces
+  )
+  tokenizer.decoder = decoders.Sequence(
+    [
+      decoders.Replace(_SPACE, " "),
+      decoders.ByteFallback(),
+      decoders.Fuse(),
+      decoders.Strip(" ", int(prefix), 0),
+    ]
+  )
   return tokenizer
 
 

@@ -22,6 +22,7 @@ class Tokenizer:
   """A checkpoint's tokenizer.
 
   Attributes:
+    backend: What encodes and decodes, of the package `tokenizers`.
     eos_ids: Tokens that end a text or a turn.
     bos_token: The text of the token that begins every prompt, or None.
     vocab_size: Token ids run below it.
@@ -45,7 +46,7 @@ class Tokenizer:
       eos_token: Text of the token that ends one.
       template: The chat template, in Jinja.
     """
-    self._backend = backend
+    self.backend = backend
     self._template = template
     self._render: chat_template.ChatTemplate | None = None
     self._eos_token = eos_token
@@ -60,11 +61,11 @@ class Tokenizer:
     already begins with BOS, as chats may, gets no second one.
     """
     begun = self.bos_token is not None and text.startswith(self.bos_token)
-    return self._backend.encode(text, add_special_tokens=not begun).ids
+    return self.backend.encode(text, add_special_tokens=not begun).ids
 
   def decode(self, ids: Sequence[int]) -> str:
     """The text of token ids, without the special ones."""
-    return self._backend.decode(list(ids), skip_special_tokens=True)
+    return self.backend.decode(list(ids), skip_special_tokens=True)
 
   def chat(self, messages: Sequence[Mapping[str, Any]]) -> str:
     """The prompt of a conversation, up to where the assistant speaks.
@@ -176,8 +177,9 @@ def _from_folder(folder: pathlib.Path) -> Tokenizer:
       _optional_json(folder / name).get("eos_token_id")
     )
   ]
-  if eos_token is not None and backend.token_to_id(eos_token) is not None:
-    eos_ids.append(backend.token_to_id(eos_token))
+  eos_id = None if eos_token is None else backend.token_to_id(eos_token)
+  if eos_id is not None:
+    eos_ids.append(eos_id)
   return Tokenizer(
     backend,
     eos_ids=eos_ids,
