@@ -101,6 +101,30 @@ def checkpoint() -> type[Checkpoint]:
   return Checkpoint
 
 
+@pytest.fixture(scope="session")
+def write_tokenizer_gguf():
+  """Writes a GGUF file that holds a tokenizer and nothing else."""
+  return _write_tokenizer_gguf
+
+
+def _write_tokenizer_gguf(
+  path, tokens, *, model="gpt2", pre=None, kinds=None, **more
+):
+  writer = gguf.GGUFWriter(path, "llama")
+  writer.add_tokenizer_model(model)
+  writer.add_token_list(tokens)
+  writer.add_token_types(kinds or [1] * len(tokens))
+  if pre is not None:
+    writer.add_tokenizer_pre(pre)
+  for name, value in more.items():
+    getattr(writer, f"add_{name}")(value)
+  writer.write_header_to_file()
+  writer.write_kv_data_to_file()
+  writer.write_tensors_to_file()
+  writer.close()
+  return path
+
+
 def _gguf_name(name: str) -> str:
   if name in _GGUF_OUTER:
     return _GGUF_OUTER[name]

@@ -2,7 +2,6 @@
 
 import json
 
-import gguf
 import hypothesis
 import hypothesis.strategies as st
 import pytest
@@ -32,20 +31,22 @@ def _byte_backend(**special):
   return backend
 
 
-def _write_gguf(path, tokens, *, model="gpt2", pre=None, kinds=None, **more):
-  writer = gguf.GGUFWriter(path, "llama")
-  writer.add_tokenizer_model(model)
-  writer.add_token_list(tokens)
-  writer.add_token_types(kinds or [1] * len(tokens))
-  if pre is not None:
-    writer.add_tokenizer_pre(pre)
-  for name, value in more.items():
-    getattr(writer, f"add_{name}")(value)
-  writer.write_header_to_file()
-  writer.write_kv_data_to_file()
-  writer.write_tensors_to_file()
-  writer.close()
-  return path
+@pytest.fixture
+def sentencepiece_gguf(tmp_path, write_tokenizer_gguf):
+  """Bytes and a few pieces, with the scores that order their merges."""
+  pieces = ["<unk>", "<s>", "</s>"]
+  pieces += [f"<0x{byte:02X}>" for byte in range(256)]
+  words = ["\u2581", "a", "b", "ab", "\u2581a", "\u2581ab", "ba"]
+  scores = [0.0] * len(pieces) + [-1e9, -1e9, -1e9, -0.0, -3.0, -1.0, -2.0]
+  return write_tokenizer_gguf(
+    tmp_path / "m.gguf",
+    pieces + words,
+    model="llama",
+    kinds=[2, 3, 3] + [6] * 256 + [1] * 7,
+    token_scores=scores,
+    bos_token_id=1,
+    eos_token_id=2,
+  )
 
 
 class TestSmolLM2:
@@ -104,9 +105,9 @@ class TestStream:
     assert stream.finish() == ""
 
   def test_spaces_between_words_survive_where_the_first_is_dropped(
-    self, tmp_path
+    self, sentencepiece_gguf
   ):
-    tokenizer = models.load_tokenizer(_sentencepiece_gguf(tmp_path / "m.gguf"))
+    tokenizer = models.load_tokenizer(sentencepiece_gguf)
     stream = tokenizer.stream()
     ids = tokenizer.encode("ab ab é ab")
     pieces = [stream.push(token) for token in ids]
@@ -204,25 +205,9 @@ class TestFolder:
       models.load_tokenizer(tmp_path)
 
 
-def _sentencepiece_gguf(path):
-  pieces = ["<unk>", "<s>", "</s>"]
-  pieces += [f"<0x{byte:02X}>" for byte in range(256)]
-  words = ["\u2581", "a", "b", "ab", "\u2581a", "\u2581ab", "ba"]
-  scores = [0.0] * len(pieces) + [-1e9, -1e9, -1e9, -0.0, -3.0, -1.0, -2.0]
-  return _write_gguf(
-    path,
-    pieces + words,
-    model="llama",
-    kinds=[2, 3, 3] + [6] * 256 + [1] * 7,
-    token_scores=scores,
-    bos_token_id=1,
-    eos_token_id=2,
-  )
-
-
 class TestGguf:
-  def test_sentencepiece_merges_follow_the_scores(self, tmp_path):
-    tokenizer = models.load_tokenizer(_sentencepiece_gguf(tmp_path / "m.gguf"))
+  def test_sentencepiece_merges_follow_the_scores(self, sentencepiece_gguf):
+    tokenizer = models.load_tokenizer(sentencepiece_gguf)
     first = 259
     # "ab" is the best piece, then " ab"; " a" never gets its turn.
     assert tokenizer.encode("ab") == [1, first + 5]
@@ -244,9 +229,11 @@ class TestGguf:
       ("gpt-2", ["It", "'s", " 12345", " km", "!", "\n  \n", " x"]),
     ],
   )
-  def test_words_are_cut_as_the_family_does(self, tmp_path, pre, words):
+  def test_words_are_cut_as_the_family_does(
+    self, tmp_path, write_tokenizer_gguf, pre, words
+  ):
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    file = _write_gguf(
+    file = write_tokenizer_gguf(
       tmp_path / "m.gguf", [*alphabet, "ab"], pre=pre, token_merges=["a b"]
     )
     backend = models.load_tokenizer(file).backend
@@ -267,10 +254,10 @@ class TestGguf:
     ],
   )
   def test_what_cannot_be_rebuilt_is_refused(
-    self, tmp_path, changes, error, message
+    self, tmp_path, write_tokenizer_gguf, changes, error, message
   ):
     given = {"token_merges": ["a b"]} | changes
-    file = _write_gguf(tmp_path / "m.gguf", ["a", "b", "ab"], **given)
+    file = write_tokenizer_gguf(tmp_path / "m.gguf", ["a", "b", "ab"], **given)
     with pytest.raises(error, match=rf"m\.gguf: .*{message}"):
       models.load_tokenizer(file)
 
