@@ -1,0 +1,276 @@
+"""What a prefix index is, and the pieces that both of them are made of.
+
+An index is a forest: one root per isolation key (R7), a path below it for every
+published token sequence, and pages on the path for the bundles it covers.  Its
+entries are weak: they keep nothing alive, and go when the pool needs pages.
+
+A *bundle* is the unit of the index, the least number of tokens that whole pages
+of every group can hold.  Only the last bundle of a childless node may be less
+than full: a *partial tail*, whose rows are immutable up to its end.
+"""
+
+import abc
+import bisect
+import dataclasses
+from collections.abc import Iterable
+from typing import Any
+from typing import Generic
+from typing import NamedTuple
+from typing import TypeVar
+
+import numpy as np
+
+from host_allocator import pages as pages_lib
+from host_allocator import sequences
+
+NodeT = TypeVar("NodeT", bound="Node")
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class Root:
+  """The index of one isolation key.
+
+  Attributes:
+    key: (namespace, namespace generation, semantic digest, layout digest,
+      adapter, salt), a tuple, so that no two concatenate to the same.
+    top: The node without tokens that all paths start from.
+    alive: False once revoked: owners finish, nobody new matches.
+    num_sequences: Open sequences under it.
+  """
+
+  key: tuple[Any, ...]
+  top: Any = None
+  alive: bool = True
+  num_sequences: int = 0
+
+
+class Node:
+  """A stretch of a path: `end - start` tokens and the pages that hold them.
+
+  A node that a live sequence is still growing has `owner >= 0`; its end is then
+  `published[owner]`, and its key and pages are views of that sequence's rows.
+
+  Attributes:
+    start: Tokens before it on the path, whole bundles.
+    key: int32 index keys from `start` on; at least `end - start` of them.
+    pages: Per group, page ids from `start` on; enough of them for `end`.
+    queued: Rank of its latest entry in the eviction queue, or None.
+  """
+
+  __slots__ = (
+    "children",
+    "created",
+    "digest",
+    "hits",
+    "key",
+    "last_used",
+    "owner",
+    "pages",
+    "parent",
+    "priority",
+    "queued",
+    "root",
+    "sealed_end",
+    "start",
+  )
+
+  def __init__(
+    self,
+    root: Root,
+    parent: "Node | None",
+    start: int,
+    end: int,
+    key: np.ndarray,
+    pages: tuple[np.ndarray, ...],
+    clock: int,
+  ):
+    self.root = root
+    self.parent = parent
+    self.children: Children[Node] | None = None
+    self.start = start
+    self.sealed_end = end
+    self.owner = -1
+    self.key = key
+    self.pages = pages
+    self.created = self.last_used = clock
+    self.hits = 0
+    self.priority = 0
+    self.queued: tuple[int, ...] | None = None
+    self.digest = b""
+
+
+class Children(Generic[NodeT]):
+  """A node's children by the bytes of their first bundle, also in order.
+
+  The order finds the child that shares the longest part of a bundle: in byte
+  order it is a neighbour of the place where the bundle would go.  It is made at
+  the first such question, then kept; removed keys stay in it until met.
+  """
+
+  __slots__ = ("_order", "by_key")
+
+  def __init__(self) -> None:
+    self.by_key: dict[bytes, NodeT] = {}
+    self._order: list[bytes] | None = None
+
+  def __len__(self) -> int:
+    return len(self.by_key)
+
+  def __iter__(self) -> Any:
+    return iter(self.by_key.values())
+
+  def add(self, key: bytes, node: NodeT) -> None:
+    """Adds a child, or replaces the one with that key."""
+    if self._order is not None and key not in self.by_key:
+      at = bisect.bisect_left(self._order, key)
+      if at == len(self._order) or self._order[at] != key:
+        self._order.insert(at, key)
+    self.by_key[key] = node
+
+  def remove(self, key: bytes) -> None:
+    """Removes the child with that key."""
+    del self.by_key[key]
+    if self._order is not None and len(self._order) > 2 * len(self) + 8:
+      self._order = None
+
+  def nearest(self, bundle: bytes) -> tuple[NodeT | None, int]:
+    """The child whose first bundle shares the most leading tokens.
+
+    Args:
+      bundle: int32 bytes, of at most one bundle of tokens.
+
+    Returns:
+      The child and how many tokens it shares; (None, 0) where that is none.
+    """
+    if self._order is None:
+      self._order = sorted(self.by_key)
+    order = self._order
+    at = bisect.bisect_left(order, bundle)
+    while at < len(order) and order[at] not in self.by_key:
+      del order[at]
+    while at and order[at - 1] not in self.by_key:
+      at -= 1
+      del order[at]
+    best, best_shared = None, 0
+    for key in order[max(at - 1, 0) : at + 1]:
+      shared = common_tokens(key, bundle)
+      if shared > best_shared:
+        best, best_shared = self.by_key[key], shared
+    return best, best_shared
+
+
+def common_tokens(a: bytes, b: bytes) -> int:
+  """How many leading int32 tokens two byte strings share."""
+  size = min(len(a), len(b))
+  differ = int.from_bytes(a[:size], "little") ^ int.from_bytes(
+    b[:size], "little"
+  )
+  if not differ:
+    return size // 4
+  return ((differ & -differ).bit_length() - 1) // 32
+
+
+class PrefixMatch(NamedTuple):
+  """The longest indexed prefix of a sequence of keys.
+
+  Attributes:
+    num_tokens: How many leading tokens are indexed, exact to the token.
+    path: The nodes from below the root to the last that shares a token; all
+      but the last are matched to their end.
+  """
+
+  num_tokens: int
+  path: list[Node]
+
+
+class PrefixIndex(abc.ABC):
+  """`match / insert / evict / drop`, over the pages of a set of pools."""
+
+  @abc.abstractmethod
+  def root(self, key: tuple[Any, ...]) -> Root:
+    """The root of an isolation key, made where there is none."""
+
+  @abc.abstractmethod
+  def match(self, sequence: sequences.Sequence, num_tokens: int) -> PrefixMatch:
+    """The longest prefix of a sequence's keys; changes nothing.
+
+    Looks on from where the sequence's published rows end.
+    """
+
+  @abc.abstractmethod
+  def settle(
+    self, sequence: sequences.Sequence, match: PrefixMatch, num_tokens: int
+  ) -> None:
+    """Makes the first `num_tokens` of a match the sequence's own place.
+
+    Counts the use, splits the last node where the match ends inside it, and
+    points the sequence at its place.
+    """
+
+  @abc.abstractmethod
+  def insert(self, sequence: sequences.Sequence, num_tokens: int) -> list[int]:
+    """Publishes a sequence's rows up to `num_tokens`.
+
+    Where the index has the same rows in other pages, the sequence's table (and
+    every other that holds the duplicate) is pointed at the index's (R11).
+
+    Returns:
+      Duplicate pages let go, per group.
+    """
+
+  @abc.abstractmethod
+  def grow(self, rows: np.ndarray, num_tokens: np.ndarray) -> None:
+    """Publishes further bundles of rows that are `growing`, vectorised."""
+
+  @abc.abstractmethod
+  def detach(self, sequence: sequences.Sequence) -> None:
+    """Makes what a sequence published independent of its rows."""
+
+  @abc.abstractmethod
+  def release(self, sequence: sequences.Sequence) -> None:
+    """Lets a sequence go that is about to drop its pages."""
+
+  @abc.abstractmethod
+  def shorten(self, sequence: sequences.Sequence, num_tokens: int) -> None:
+    """Takes a sequence's place back to at most `num_tokens`."""
+
+  @abc.abstractmethod
+  def evict(self, shortage: list[int]) -> list[int]:
+    """Withdraws entries until that many pages per group have become free.
+
+    Returns:
+      Pages freed per group.
+    """
+
+  @abc.abstractmethod
+  def drop(self, root: Root) -> None:
+    """Forgets everything under a root and marks it dead."""
+
+  @abc.abstractmethod
+  def roots(self) -> Iterable[Root]:
+    """The live roots."""
+
+  @abc.abstractmethod
+  def nodes(self, root: Root) -> Iterable[Node]:
+    """Every node below a root, parents first."""
+
+  @abc.abstractmethod
+  def end(self, node: Node) -> int:
+    """Tokens up to a node's end."""
+
+
+def held_end(
+  node: Node, end: int, pools: tuple[pages_lib.PagePool, ...]
+) -> int:
+  """The tokens of a leaf's path that somebody may be reading.
+
+  References do not grow along a path, so in each group the held pages of a node
+  lead.  No sequence sees more rows than the least of what they cover.
+  """
+  held = end
+  for pool, ids in zip(pools, node.pages, strict=True):
+    ids = ids[: -(-(end - node.start) // pool.page_size)]
+    busy = np.flatnonzero(~pool.unheld(ids))
+    leading = int(busy[-1]) + 1 if len(busy) else 0
+    held = min(held, node.start + leading * pool.page_size)
+  return held

@@ -1,0 +1,306 @@
+"""What both indexes share: roots, places, leaf eviction and dropping.
+
+A sequence's *place* is the node and depth where its published rows end.  It is
+kept as a hint that is put right when used: a node that is split stays the lower
+part, so a hint is never too high and a walk up finds the place.
+"""
+
+import abc
+from collections.abc import Iterable
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from host_allocator import layout as layout_lib
+from host_allocator import pages as pages_lib
+from host_allocator import sequences
+from host_allocator.prefix import base
+from host_allocator.prefix import eviction as eviction_lib
+
+_NO_KEY = np.zeros(0, np.int32)
+
+
+class Forest(base.PrefixIndex):
+  """Roots and nodes with their eviction; how to match and insert is open.
+
+  Args:
+    layout: Gives the bundle.
+    rows: The sequences whose rows are published.
+    pools: One per group; holds and entries are counted there.
+    eviction: One of `eviction.POLICIES`.
+    whole_edges: Evict a leaf's whole unheld part, as the papers do, instead of
+      only as many pages of its tail as are needed.
+    partial_tails: Whether a less than full bundle can be published and found.
+  """
+
+  def __init__(
+    self,
+    layout: layout_lib.CacheLayout,
+    rows: sequences.SequenceRows,
+    pools: tuple[pages_lib.PagePool, ...],
+    *,
+    eviction: str = "lru",
+    whole_edges: bool = False,
+    partial_tails: bool = True,
+  ):
+    self._rows = rows
+    self._pools = pools
+    self._bundle = layout.bundle_tokens
+    self._whole_edges = whole_edges
+    self._partial_tails = partial_tails
+    self._queue = eviction_lib.EvictionQueue(eviction)
+    self._roots: dict[tuple[Any, ...], base.Root] = {}
+    self._clock = 0
+
+  @abc.abstractmethod
+  def _forget(self, node: base.Node) -> None:
+    """Removes what finds a node besides its parent's children."""
+
+  def root(self, key: tuple[Any, ...]) -> base.Root:
+    """The root of an isolation key, made where there is none."""
+    root = self._roots.get(key)
+    if root is None:
+      root = base.Root(key)
+      pages = tuple(_NO_KEY for _ in self._pools)
+      root.top = base.Node(root, None, 0, 0, _NO_KEY, pages, self._clock)
+      self._roots[key] = root
+    return root
+
+  def roots(self) -> Iterable[base.Root]:
+    """The live roots."""
+    return list(self._roots.values())
+
+  def nodes(self, root: base.Root) -> Iterator[base.Node]:
+    """Every node below a root, parents first."""
+    stack = list(root.top.children or ())
+    while stack:
+      node = stack.pop()
+      yield node
+      stack.extend(node.children or ())
+
+  def end(self, node: base.Node) -> int:
+    """Tokens up to a node's end."""
+    if node.owner >= 0:
+      return int(self._rows.published[node.owner])
+    return node.sealed_end
+
+  def release(self, sequence: sequences.Sequence) -> None:
+    """Lets a sequence go that is about to drop its pages."""
+    root = sequence.root
+    root.num_sequences -= 1
+    if not root.alive:
+      return
+    self.detach(sequence)
+    self._clock += 1
+    node, depth = self._place(sequence)
+    self._offer(node)
+    while node.parent is not None:
+      node.last_used = self._clock
+      node = node.parent
+    if sequence.lease_node is not None:
+      self._offer(self._holder(sequence.lease_node, depth))
+    self._prune(root)
+
+  def shorten(self, sequence: sequences.Sequence, num_tokens: int) -> None:
+    """Takes a sequence's place back to at most `num_tokens`."""
+    row = sequence.row
+    if num_tokens >= self._rows.published[row]:
+      return
+    if not sequence.root.alive:
+      self._rows.published[row] = num_tokens
+      return
+    self.detach(sequence)
+    self._offer(self._place(sequence)[0])
+    self._rows.published[row] = num_tokens - num_tokens % self._bundle
+    sequence.node, _ = self._place(sequence)
+
+  def detach(self, sequence: sequences.Sequence) -> None:
+    """Makes what a sequence published independent of its rows."""
+    if sequence.root.alive and sequence.node.owner == sequence.row:
+      self._seal(sequence.node)
+
+  def evict(self, shortage: list[int]) -> list[int]:
+    """Withdraws entries until that many pages per group have become free."""
+    freed = [0] * len(self._pools)
+    refilled = False
+    while any(have < want for have, want in zip(freed, shortage, strict=True)):
+      node = self._queue.pop()
+      if node is None:
+        if refilled:
+          break
+        refilled = True
+        self._refill()
+        continue
+      if node.owner >= 0 or node.children or not node.root.alive:
+        continue
+      held = base.held_end(node, node.sealed_end, self._pools)
+      if held < node.sealed_end:
+        held -= held % self._bundle
+        missing = [w - h for w, h in zip(shortage, freed, strict=True)]
+        cut = held if self._whole_edges else self._cut(node, missing, held)
+        for group, count in enumerate(self._trim(node, cut)):
+          freed[group] += count
+        if held < cut:
+          self._queue.push(node)
+    return freed
+
+  def drop(self, root: base.Root) -> None:
+    """Forgets everything under a root and marks it dead."""
+    root.alive = False
+    del self._roots[root.key]
+    nodes = list(self.nodes(root))
+    for node in nodes:
+      end = self.end(node)
+      if node.owner >= 0:
+        self._rows.growing[node.owner] = False
+        node.sealed_end, node.owner = end, -1
+      for pool, ids in zip(self._pools, node.pages, strict=True):
+        pool.withdraw(ids[: -(-(end - node.start) // pool.page_size)])
+      self._queue.forget(node)
+      self._forget(node)
+      node.parent = node.children = None
+      node.key = _NO_KEY
+      node.pages = ()
+    root.top.children = None
+    root.top = None  # No reference cycle outlives the root.
+
+  def _place(self, sequence: sequences.Sequence) -> tuple[base.Node, int]:
+    """The node in which a sequence's published whole bundles end, and where."""
+    depth = int(self._rows.published[sequence.row])
+    depth -= depth % self._bundle
+    node = sequence.node
+    while node.start >= depth and node.parent is not None:
+      node = node.parent
+    return node, depth
+
+  def _holder(self, node: base.Node, depth: int) -> base.Node:
+    """The node on the path up from `node` that holds the bundle at `depth`."""
+    while node.start > depth and node.parent is not None:
+      node = node.parent
+    return node
+
+  def _offer(self, node: base.Node) -> None:
+    """Files a leaf as a candidate; whether it is held shows when it is met."""
+    if not node.children and self.end(node) > node.start:
+      self._queue.push(node)
+
+  def _refill(self) -> None:
+    """Files every leaf: some may have been passed over while they were held."""
+    for root in self._roots.values():
+      for node in self.nodes(root):
+        self._offer(node)
+
+  def _first_key(self, node: base.Node) -> bytes:
+    """The bytes that find a node among its parent's children."""
+    return node.key[: min(self._bundle, self.end(node) - node.start)].tobytes()
+
+  def _seal(self, node: base.Node) -> None:
+    """Gives an owned node its own key and pages, and its owner no growth."""
+    row, end = node.owner, self.end(node)
+    node.sealed_end, node.owner = end, -1
+    size = end - node.start
+    node.key = node.key[:size].copy()
+    node.pages = tuple(
+      ids[: -(-size // pool.page_size)].copy()
+      for pool, ids in zip(self._pools, node.pages, strict=True)
+    )
+    self._rows.growing[row] = False
+    self._rows.published[row] = end - end % self._bundle
+
+  def _cut(self, node: base.Node, missing: list[int], held: int) -> int:
+    """Where to cut a leaf's tail so as to free what is missing, and no more."""
+    size = node.sealed_end - node.start
+    cut = size
+    for pool, count in zip(self._pools, missing, strict=True):
+      if count > 0:
+        keep = max(-(-size // pool.page_size) - count, 0)
+        cut = min(cut, keep * pool.page_size)
+    return max(held, node.start + cut - cut % self._bundle)
+
+  def _trim(self, node: base.Node, cut: int) -> list[int]:
+    """Cuts an unowned leaf at a bundle; removes it where nothing is left.
+
+    Returns:
+      Pages that became free, per group.
+    """
+    size, old_key = cut - node.start, self._first_key(node)
+    freed, kept = [], []
+    for pool, ids in zip(self._pools, node.pages, strict=True):
+      count = -(-size // pool.page_size)
+      freed.append(pool.withdraw(ids[count:]))
+      kept.append(compact(ids[:count]))
+    parent = node.parent
+    siblings = parent.children if parent is not None else None
+    if parent is None or siblings is None:
+      raise AssertionError("a leaf in the queue has a parent")
+    if size:
+      node.sealed_end, node.pages = cut, tuple(kept)
+      node.key = compact(node.key[:size])
+    else:
+      node.sealed_end = node.start  # Empty, for whoever still points here.
+      self._forget(node)
+      siblings.remove(old_key)
+      if not siblings:
+        parent.children = None
+        self._offer(parent)
+        self._prune(node.root)
+    return freed
+
+  def _prune(self, root: base.Root) -> None:
+    """Forgets a root that nobody uses and nothing hangs on."""
+    if not root.num_sequences and not root.top.children:
+      del self._roots[root.key]
+      root.alive, root.top = False, None
+
+  def _share(
+    self,
+    sequence: sequences.Sequence,
+    node: base.Node,
+    start: int,
+    stop: int,
+  ) -> list[int]:
+    """Points a table's bundles `[start, stop)` at the node's equal ones (R11).
+
+    Returns:
+      Duplicate pages let go, per group.
+    """
+    row, counts = sequence.row, []
+    for group, pool in enumerate(self._pools):
+      first, last = start // pool.page_size, stop // pool.page_size
+      offset = node.start // pool.page_size
+      kept = node.pages[group][first - offset : last - offset]
+      own = self._rows.table_rows[group][row][first:last]
+      differ = np.flatnonzero(own != kept)
+      counts.append(len(differ))
+      for i in differ.tolist():
+        self._replace(group, first + i, int(own[i]), int(kept[i]))
+    return counts
+
+  def _replace(self, group: int, column: int, page: int, kept: int) -> None:
+    """Points every table that holds `page` at `kept`, then lets it go."""
+    pool, table = self._pools[group], self._rows.tables[group]
+    holders = np.flatnonzero(table[:, column] == page)
+    holders = holders[self._rows.leased[group][holders] != page]
+    for row in holders.tolist():
+      table[row, column] = kept
+      self._rows.versions[row] += 1
+      pool.hold(np.array([kept], np.int32))
+      pool.drop(np.array([page], np.int32))
+
+
+def compact(view: np.ndarray) -> np.ndarray:
+  """The view, or a copy where it would keep twice its size alive."""
+  owner = view.base
+  if owner is not None and owner.size > 2 * view.size:
+    return view.copy()
+  return view
+
+
+def common_length(a: np.ndarray, b: np.ndarray) -> int:
+  """How many leading elements two arrays of one length share."""
+  if not len(a):
+    return 0
+  differ = a != b
+  first = int(differ.argmax())
+  return first if differ[first] else len(a)

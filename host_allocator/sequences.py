@@ -1,0 +1,215 @@
+"""Sequences: a handle for the caller, and one row of arrays for each.
+
+Everything a step needs lies in arrays with one row per open sequence, so that
+planning, packing and committing a batch are gathers and scatters, and Python
+touches single sequences only where something other than growth happens.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from host_allocator import errors
+from host_allocator import layout as layout_lib
+from host_allocator import receipts
+
+
+class Sequence:
+  """An open sequence: what its caller holds.
+
+  A handle stays bound to its (row, generation); once closed it is refused
+  everywhere, also after its row has been given to another sequence.
+
+  Attributes:
+    generation: Of the row, raised whenever a sequence is opened in it.
+    matched_tokens: Rows that were there when it was opened.
+    receipt: What the prefix match at opening proved.
+    priority: Larger is kept longer by the "priority" eviction policy.
+  """
+
+  __slots__ = (
+    "_rows",
+    "cancelled",
+    "generation",
+    "in_step",
+    "lease_node",
+    "lost",
+    "matched_tokens",
+    "node",
+    "priority",
+    "receipt",
+    "root",
+    "row_or_closed",
+    "side_inputs",
+    "want_logits",
+  )
+
+  def __init__(self, rows: "SequenceRows", row: int, generation: int):
+    self._rows = rows
+    self.row_or_closed = row
+    self.generation = generation
+    self.matched_tokens = 0
+    self.receipt: receipts.PrefixMatchReceipt | None = None
+    self.priority = 0
+    self.want_logits = True
+    self.in_step = False
+    self.cancelled = False
+    self.lost = False
+    # Where its published rows end in the index, and what it leases there.
+    self.root: Any = None
+    self.node: Any = None
+    self.lease_node: Any = None
+    self.side_inputs: Any = None
+
+  def __repr__(self) -> str:
+    if not self.is_open:
+      return f"Sequence(closed, generation={self.generation})"
+    return (
+      f"Sequence(row={self.row}, generation={self.generation},"
+      f" length={self.length}, num_tokens={self.num_tokens})"
+    )
+
+  @property
+  def is_open(self) -> bool:
+    """Whether it still holds its row."""
+    return self.row_or_closed >= 0
+
+  @property
+  def row(self) -> int:
+    """Its row in the tables, 0..max_sequences-1."""
+    if self.row_or_closed < 0:
+      if self.lost:
+        raise errors.DeviceLost(
+          f"the device pages of sequence generation {self.generation} are gone"
+        )
+      raise errors.SequenceClosed(
+        f"sequence generation {self.generation} is closed"
+      )
+    return self.row_or_closed
+
+  @property
+  def num_tokens(self) -> int:
+    """Tokens known."""
+    return int(self._rows.num_tokens[self.row])
+
+  @property
+  def length(self) -> int:
+    """Rows computed and committed."""
+    return int(self._rows.length[self.row])
+
+  @property
+  def tokens(self) -> np.ndarray:
+    """The known tokens, int32, a read-only view that ends with the sequence."""
+    row = self.row
+    view = self._rows.tokens[row, : self._rows.num_tokens[row]]
+    view.flags.writeable = False
+    return view
+
+  @property
+  def table_version(self) -> int:
+    """Raised whenever its page table changes other than by growth."""
+    return int(self._rows.versions[self.row])
+
+  def pages(self, group: int = 0) -> np.ndarray:
+    """A copy of its page table in one group, without padding."""
+    row = self.row
+    return self._rows.pages(row, group).copy()
+
+
+class SequenceRows:
+  """The arrays behind the open sequences, indexed by row.
+
+  Attributes:
+    tokens: int32 `[rows, max_length]`, the known tokens.
+    tables: int32 `[rows, W]` per group, page ids in token order, then zeros.
+    num_tokens: int32, tokens known.
+    length: int32, rows computed and committed.
+    present: int32, rows whose K/V the table shows: `length`, or one more where
+      a prompt was found whole and its last row is computed for its logits only.
+    published: int32, rows that this sequence has in the prefix index.
+    growing: bool, the sequence owns the leaf at its published end, so that
+      publishing more is only raising `published`.
+    leased: int32 per group, the page it reads rows of by lease, or 0; that page
+      is in its table too, and is copied before the next write.
+    generations: int64, sequences opened in the row so far.
+    versions: int64, see `Sequence.table_version`.
+    keys: per row, the int32 index keys of its tokens: the row of `tokens`, or a
+      copy with side inputs put in.
+    table_rows: per group and row, a view of the table's row.
+  """
+
+  def __init__(
+    self, layout: layout_lib.CacheLayout, max_sequences: int, max_length: int
+  ):
+    self.max_sequences = max_sequences
+    self.max_length = max_length
+    self.page_sizes = tuple(group.page_size for group in layout.groups)
+    self.tokens = np.zeros((max_sequences, max_length), np.int32)
+    self.tables = tuple(
+      np.zeros((max_sequences, width), np.int32)
+      for width in layout.pages_for(max_length)
+    )
+    self.num_tokens = np.zeros(max_sequences, np.int32)
+    self.length = np.zeros(max_sequences, np.int32)
+    self.present = np.zeros(max_sequences, np.int32)
+    self.published = np.zeros(max_sequences, np.int32)
+    self.growing = np.zeros(max_sequences, np.bool_)
+    self.leased = tuple(
+      np.zeros(max_sequences, np.int32) for _ in layout.groups
+    )
+    self.generations = np.zeros(max_sequences, np.int64)
+    self.versions = np.zeros(max_sequences, np.int64)
+    self.keys = list(self.tokens)
+    self.table_rows = tuple(list(table) for table in self.tables)
+    self.sequences: list[Sequence | None] = [None] * max_sequences
+    self._free = list(range(max_sequences))[::-1]
+
+  @property
+  def num_open(self) -> int:
+    """Open sequences."""
+    return self.max_sequences - len(self._free)
+
+  def open_sequences(self) -> list[Sequence]:
+    """The open sequences by row."""
+    return [sequence for sequence in self.sequences if sequence is not None]
+
+  def take(self) -> Sequence:
+    """A new sequence in a free row.
+
+    Raises:
+      TooManySequences: Where there is none.
+    """
+    if not self._free:
+      raise errors.TooManySequences(
+        f"all max_sequences={self.max_sequences} rows are open"
+      )
+    row = self._free.pop()
+    self.generations[row] += 1
+    sequence = Sequence(self, row, int(self.generations[row]))
+    self.sequences[row] = sequence
+    return sequence
+
+  def give_back(self, sequence: Sequence) -> None:
+    """Closes a sequence's row; its pages have been dropped already."""
+    row = sequence.row
+    for group, table_rows in enumerate(self.table_rows):
+      table_rows[row][: self.num_pages(row, group)] = 0
+      self.leased[group][row] = 0
+    self.num_tokens[row] = self.length[row] = 0
+    self.present[row] = self.published[row] = 0
+    self.growing[row] = False
+    self.versions[row] = 0
+    self.keys[row] = self.tokens[row]
+    self.sequences[row] = None
+    sequence.row_or_closed = -1
+    sequence.root = sequence.node = sequence.lease_node = None
+    sequence.side_inputs = None
+    self._free.append(row)
+
+  def num_pages(self, row: int, group: int) -> int:
+    """Pages in a row's table of one group."""
+    return -(-int(self.present[row]) // self.page_sizes[group])
+
+  def pages(self, row: int, group: int) -> np.ndarray:
+    """A row's page table in one group, without padding; a view."""
+    return self.table_rows[group][row][: self.num_pages(row, group)]
