@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import kvjax
 from kvjax import models
 from kvjax import testing
 from kvjax.models import params
@@ -121,16 +122,53 @@ def test_scanning_compiles_one_layer_whatever_the_depth():
   assert compiled_size(5) == compiled_size(2)
 
 
-def test_bfloat16_weights_give_float32_logits_near_the_float32_ones():
-  tokens = [[5, 17, 80, 3, 3, 61, 9, 33]]
-  logits = {}
-  for dtype in (jnp.float32, jnp.bfloat16):
-    decoder = testing.random_decoder(testing.tiny_config("qwen3"), dtype=dtype)
-    dense = testing.DenseDecoder(decoder, max_length=8)
-    with jax.numpy_dtype_promotion("standard"):  # jax.nn needs it.
-      logits[dtype] = dense.prefill(tokens)
-  assert logits[jnp.bfloat16].dtype == jnp.float32
-  np.testing.assert_allclose(*logits.values(), atol=0.1)
+def test_bfloat16_weights_give_float32_logits_near_the_float32_ones(
+  tmp_path, checkpoint
+):
+  folder = checkpoint(testing.tiny_config("qwen3")).write_folder(tmp_path)
+  decoder = models.load(folder, dtype=jnp.bfloat16)
+  dense = testing.DenseDecoder(decoder, max_length=8)
+  with jax.numpy_dtype_promotion("standard"):  # jax.nn needs it.
+    logits = dense.prefill([[5, 17, 80, 3, 3, 61, 9, 33]])
+  exact = testing.DenseDecoder(models.load(folder), max_length=8)
+  expected = exact.prefill([[5, 17, 80, 3, 3, 61, 9, 33]])
+  assert logits.dtype == jnp.float32
+  np.testing.assert_allclose(logits, expected, atol=0.15)
+
+
+@pytest.mark.parametrize("scan_layers", [False, True])
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_the_paged_cache_gives_the_dense_caches_logits(family, scan_layers):
+  config = testing.tiny_config(family)
+  decoder = testing.random_decoder(config, scan_layers=scan_layers)
+  fn, arrays = decoder.pure()
+  step_fn = jax.jit(fn, donate_argnums=1)
+  cache = kvjax.KVCache(
+    decoder.cache_layout(page_size=4), num_pages=16, max_sequences=2
+  )
+  prompts = [[5, 17, 80, 3, 3, 61, 9, 33, 96, 0, 2], [44, 8, 9]]
+  sequences = [cache.open(prompt) for prompt in prompts]
+
+  def run(counts):
+    batch = [(s, n) for s, n in zip(sequences, counts, strict=True) if n]
+    with cache.step(batch) as step:
+      logits, step.pages = step_fn(arrays, step.pages, step.arrays)
+    return np.asarray(logits)
+
+  run([6, 0])
+  logits = run([5, 3])
+  cache.append(sequences, [7, 70])
+  decoded = run([1, 1])
+
+  dense = testing.DenseDecoder(testing.random_decoder(config), max_length=12)
+  for row, (prompt, token) in enumerate(zip(prompts, [7, 70], strict=True)):
+    dense.reset()
+    np.testing.assert_allclose(
+      logits[row], dense.prefill([prompt])[0], atol=2e-5
+    )
+    np.testing.assert_allclose(
+      decoded[row], dense.decode([token])[0], atol=2e-5
+    )
 
 
 def test_params_are_the_modules_own_arrays():
