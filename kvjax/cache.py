@@ -137,9 +137,6 @@ class KVCache:
     )
     self.step_shapes = tables.step_shapes(max_tokens_per_step, max_sequences)
     self._num_pages = tuple(num_pages)
-    self._table_widths = tuple(
-      -(-max_length // group.page_size) for group in layout.groups
-    )
     self._pages = pages_lib.make_pages(layout, self._num_pages)
     self._copy_rows = jax.jit(pages_lib.copy_rows, donate_argnums=0)
     self._open_step: Step | None = None
@@ -267,13 +264,13 @@ class KVCache:
       K and V, each `[length, kv_heads, head_dim]`.
     """
     self._check_no_step("gather")
-    table = self.allocator.page_table(sequence, group)
+    table = sequence.pages(group)
     return pages_lib.gather_rows(
       self._pages.groups[group], table, sequence.length, layer
     )
 
   def _packing(self, shape: tables.StepShape) -> tables.Packing:
-    return tables.Packing(shape, self._table_widths)
+    return tables.Packing(shape, self.allocator.table_widths)
 
   def _begin(self, packed: np.ndarray, shape: tables.StepShape) -> Step:
     # `packed` is fresh every step: the device array may alias it.
