@@ -7,15 +7,6 @@ import jax
 JAX_VERSION = tuple(int(part) for part in jax.__version__.split(".")[:3])
 
 
-def gpu_load(ref: Any, layout: Any) -> jax.Array:
-  """Loads a whole Mosaic GPU reference into registers in a layout."""
-  from jax.experimental.pallas import mosaic_gpu as plgpu
-
-  if JAX_VERSION < (0, 11):
-    return plgpu.load(ref, (), layout=layout)
-  return plgpu.load(ref, layout=layout)
-
-
 def gpu_transposed(ref: Any) -> Any:
   """A Mosaic GPU reference of rank 2 with its axes exchanged."""
   from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -25,8 +16,20 @@ def gpu_transposed(ref: Any) -> Any:
   return ref.transpose((1, 0))
 
 
+# JAX 0.10 interprets no WGMMA of a transposed reference.
+GPU_INTERPRETS_TRANSPOSED = JAX_VERSION >= (0, 11)
+
+
 def gpu_interpret_params(*, detect_races: bool) -> Any:
   """What `plgpu.kernel(interpret=...)` takes."""
   from jax._src.pallas.mosaic_gpu.interpret import params
 
   return params.InterpretGPUParams(detect_races=detect_races)
+
+
+def tpu_races_found() -> bool:
+  """Whether the TPU interpreter's last call raced; from 0.12 on it raises."""
+  from jax._src.pallas.mosaic.interpret import interpret_pallas_call
+
+  races = getattr(interpret_pallas_call, "races", None)
+  return races is not None and races.races_found

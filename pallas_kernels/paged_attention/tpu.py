@@ -1,0 +1,85 @@
+"""Paged attention for TPU: selects the kernel and states what is refused."""
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import page_shape
+from pallas_kernels import tpu_memory
+from pallas_kernels.paged_attention import operands as operands_lib
+from pallas_kernels.paged_attention import tpu_calls
+from pallas_kernels.paged_attention import tpu_decode
+from pallas_kernels.paged_attention import tpu_scales
+from pallas_kernels.paged_attention import tpu_tiles
+
+# Pages are copied whole into buffers that are tiled by eight rows.
+PAGE_ROWS = 8
+
+
+def why_unsupported(
+  operands: operands_lib.Operands, options: operands_lib.Options
+) -> str | None:
+  """Why the TPU kernels cannot run this call, or None."""
+  if not operands.is_decode:
+    return "ragged queries are not written yet"
+  return (
+    _dtype_reason(operands)
+    or _layout_reason(operands, options)
+    or _memory_reason(operands, options)
+  )
+
+
+def paged_attention(
+  operands: operands_lib.Operands, options: operands_lib.Options
+) -> tuple[jax.Array, jax.Array]:
+  """`api.paged_attention`."""
+  tiles = tpu_tiles.decode_tiles(operands, options)
+  return tpu_decode.decode(operands, options, tiles)
+
+
+def _dtype_reason(operands: operands_lib.Operands) -> str | None:
+  for name in ("q", "k_pages"):
+    dtype = getattr(operands, name).dtype
+    if dtype == jnp.float16:
+      return f"{name} has dtype float16, which a TPU has not; use bfloat16"
+  return None
+
+
+def _layout_reason(
+  operands: operands_lib.Operands, options: operands_lib.Options
+) -> str | None:
+  k, v = options.k_geometry, options.v_geometry
+  for name, geometry in (("k_pages", k), ("v_pages", v)):
+    if geometry.lane % page_shape.TPU_LANE:
+      return (
+        f"{name} has shape {getattr(operands, name).shape}, laid out for another"
+        f" platform: its last axis is no multiple of {page_shape.TPU_LANE}"
+      )
+  if k.fold != v.fold:
+    return (
+      f"head_dim={k.head_dim} with v_head_dim={v.head_dim}: two rows share a"
+      " lane row in one and not in the other"
+    )
+  if k.page_size % PAGE_ROWS:
+    return f"page_size={k.page_size}, expected a multiple of {PAGE_ROWS}"
+  if operands.k_scales is not None:
+    return tpu_scales.why_unsupported(k)
+  return None
+
+
+def _memory_reason(
+  operands: operands_lib.Operands, options: operands_lib.Options
+) -> str | None:
+  size = 2 * tpu_tiles.page_bytes(operands, options)
+  if size > tpu_tiles.BUFFER_BYTES:
+    return (
+      f"two buffers of one page of K and V take {size} bytes of VMEM, expected"
+      f" at most {tpu_tiles.BUFFER_BYTES}: use a smaller page_size"
+    )
+  tiles = tpu_tiles.decode_tiles(operands, options)
+  sequences, width = operands.page_table.shape
+  tables = 1 if operands.v_page_table is None else 2
+  row = tpu_calls.table_width(width, tiles.pages_per_block)
+  return tpu_memory.smem_reason(
+    3 * page_shape.round_up(sequences + 1, 128) + 2 * tables * row,
+    f"{sequences} sequences of {width} pages",
+  )
