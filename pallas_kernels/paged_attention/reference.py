@@ -43,14 +43,17 @@ def paged_attention(
     logits = options.soft_cap * jnp.tanh(logits / options.soft_cap)
   logits = jnp.where(seen[:, None, None, :], logits, -jnp.inf)
   values = jnp.where(seen[:, :, None, None], v[sequence], 0)
-  lse = jax.nn.logsumexp(logits, axis=-1)
+  sinks = jnp.full(logits.shape[1:3], -jnp.inf)
   if operands.sinks is not None:
-    sinks = operands.sinks.astype(jnp.float32).reshape(options.kv_heads, group)
-    _, real = visibility.sequence_of_tokens(operands)
-    sinks = jnp.where(real[:, None, None], sinks[None], -jnp.inf)
-    lse = jnp.logaddexp(lse, sinks)
-  finite = jnp.where(lse == -jnp.inf, 0, lse)
-  weights = jnp.exp(logits - finite[..., None])
+    sinks = operands.sinks.astype(jnp.float32).reshape(sinks.shape)
+  _, real = visibility.sequence_of_tokens(operands)
+  sinks = jnp.where(real[:, None, None], sinks[None], -jnp.inf)
+  top = jnp.maximum(logits.max(-1), sinks)
+  top = jnp.where(top == -jnp.inf, 0, top)
+  weights = jnp.exp(logits - top[..., None])
+  total = weights.sum(-1) + jnp.exp(sinks - top)
+  lse = top + jnp.log(total)
+  weights = weights / jnp.where(total == 0, 1, total)[..., None]
   out = jnp.einsum("ihgr,irhd->ihgd", weights, values, precision="highest")
   return (
     out.reshape(tokens, q_heads, -1).astype(q.dtype),

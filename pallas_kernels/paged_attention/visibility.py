@@ -1,6 +1,8 @@
-"""Which sequence a query row belongs to, and what it may see.
+"""Which sequence a query row belongs to, and which rows it sees.
 
-Shared by `reference` and `xla`; the tests' oracle has its own.
+Causality, windows, lengths and positions all come down to one interval of rows
+for each query: `[first, end)`.  Shared by `xla` and kernels that want it; the
+tests' oracle has its own.
 """
 
 import jax
@@ -44,11 +46,43 @@ def token_positions(
   if operands.query_starts is None:
     first = operands.context_lens - 1
   else:
-    starts = operands.query_starts
-    first = operands.context_lens - starts[1:]
+    first = operands.context_lens - operands.query_starts[1:]
   if operands.key_starts is not None:
     first = first + operands.key_starts
   if operands.query_starts is None:
-    return first[sequence]
+    return first
   token = jnp.arange(operands.q.shape[0], dtype=jnp.int32)
   return first[sequence] + token
+
+
+def row_ranges(
+  operands: operands_lib.Operands,
+  options: operands_lib.Options,
+  sequence: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+  """The rows that each query sees: `first <= row < end`.
+
+  Args:
+    operands: of the call.
+    options: of the call.
+    sequence: int32 `[tokens]`, the sequence of each query row.
+
+  Returns:
+    `(first, end)`: int32 `[tokens]` each; `end <= first` where none is seen.
+  """
+  end = operands.context_lens
+  if operands.query_starts is not None:
+    end = end[sequence]
+  first = jnp.zeros_like(end)
+  if not options.causal and operands.window is None:
+    return first, end
+  position = token_positions(operands, sequence)
+  if operands.key_starts is not None:
+    position = position - operands.key_starts[sequence]
+  if operands.window is not None:
+    # Neither side of the comparison overflows, whatever the window.
+    behind = jnp.asarray(operands.window, jnp.int32) - 1
+    first = jnp.maximum(first, position - behind)
+  if options.causal:
+    end = jnp.minimum(end, position + 1)
+  return first, end

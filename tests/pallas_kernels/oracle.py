@@ -68,7 +68,7 @@ def _row(
     return np.zeros(q.shape), np.full(q.shape[0], -np.inf)
   total = np.exp(everything - top[:, None]).sum(1)
   lse = top + np.log(total)
-  weights = np.exp(logits - lse[:, None])
+  weights = np.exp(logits - top[:, None]) / total[:, None]
   return np.einsum("hr,rhd->hd", weights, v), lse
 
 
