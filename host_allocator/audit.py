@@ -1,95 +1,93 @@
 """Re-derives every invariant from scratch, and digests the committed state."""
 
 import hashlib
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from host_allocator import holding
 from host_allocator import pages as pages_lib
-
-if TYPE_CHECKING:
-  from host_allocator import allocator
+from host_allocator import state as state_lib
 
 
-def audit(cache: "allocator.KVAllocator") -> tuple[str, ...]:
+def audit(state: state_lib.State) -> tuple[str, ...]:
   """What is wrong with an allocator's state, in words.
 
   Args:
-    cache: Between its methods, or inside an open step.
+    state: Between its methods, or inside an open step.
 
   Returns:
     Findings; empty where every invariant of DESIGN.md's R1 to R9 holds.
   """
   findings: list[str] = []
-  for group, pool in enumerate(cache.pools):
-    name = cache.layout.groups[group].name
+  holding.note_all_valid_rows(state)
+  for group, pool in enumerate(state.pools):
+    name = state.layout.groups[group].name
     for finding in (
-      *_audit_references(cache, group),
-      *_audit_partition(cache, group),
-      *_audit_entries(cache, group),
-      *_audit_valid_rows(cache, group),
+      *_audit_references(state, group),
+      *_audit_partition(state, group),
+      *_audit_entries(state, group),
+      *_audit_valid_rows(state, group),
     ):
       findings.append(f"group {name!r}: {finding}")
     if pool.references[0] or pool.leases[0] or pool.entries[0]:
       findings.append(f"group {name!r}: the null page is in use")
-  findings.extend(_audit_sequences(cache))
-  findings.extend(_audit_tree(cache))
+  findings.extend(_audit_sequences(state))
+  findings.extend(_audit_tree(state))
   return tuple(findings)
 
 
-def state_digest(cache: "allocator.KVAllocator") -> str:
+def state_digest(state: state_lib.State) -> str:
   """SHA-256 of tokens, tables, counts and index contents.
 
   Generations, epochs and recency are left out, and so is how the index cuts its
   paths into nodes: what can be told apart is what is digested.
   """
   digest = hashlib.sha256()
-  for sequence in cache.rows.open_sequences():
+  holding.note_all_valid_rows(state)
+  for sequence in state.rows.open_sequences():
     row = sequence.row
     fields = (row, sequence.num_tokens, sequence.length)
     digest.update(repr(fields).encode())
     digest.update(sequence.tokens.tobytes())
-    for group in range(len(cache.pools)):
-      digest.update(cache.rows.pages(row, group).tobytes())
-      digest.update(repr(int(cache.rows.leased[group][row])).encode())
-  for pool in cache.pools:
+    for group in range(len(state.pools)):
+      digest.update(state.rows.pages(row, group).tobytes())
+      digest.update(repr(int(state.rows.leased[group][row])).encode())
+  for pool in state.pools:
     for counts in (pool.references, pool.leases, pool.entries):
       digest.update(counts.tobytes())
-    reserved = _reserved(cache, cache.pools.index(pool))
+    reserved = _reserved(state, state.pools.index(pool))
     free = np.sort(np.concatenate([pool.free_pages, reserved]))
     digest.update(free.tobytes())
     # Rows of free pages are nobody's.
     held = pool.references + pool.leases + pool.entries > 0
     digest.update(np.where(held, pool.valid_rows, 0).tobytes())
-  for root in sorted(cache.index.roots(), key=lambda root: repr(root.key)):
+  for root in sorted(state.index.roots(), key=lambda root: repr(root.key)):
     digest.update(repr(root.key).encode())
-    for line in sorted(_indexed_bundles(cache, root)):
+    for line in sorted(_indexed_bundles(state, root)):
       digest.update(line)
   return digest.hexdigest()
 
 
-def _reserved(cache: "allocator.KVAllocator", group: int) -> np.ndarray:
-  plan = cache.open_plan
+def _reserved(state: state_lib.State, group: int) -> np.ndarray:
+  plan = state.open_plan
   if plan is None:
     return np.zeros(0, np.int32)
   return plan.groups[group].pages
 
 
-def _indexed_bundles(
-  cache: "allocator.KVAllocator", root: object
-) -> list[bytes]:
+def _indexed_bundles(state: state_lib.State, root: object) -> list[bytes]:
   """One line for each bundle under a root: its path, and its pages."""
-  size = cache.layout.bundle_tokens
+  size = state.layout.bundle_tokens
   lines = []
   paths = {id(root.top): hashlib.sha256(b"")}
-  for node in cache.index.nodes(root):
+  for node in state.index.nodes(root):
     path = paths[id(node.parent)].copy()
-    end = cache.index.end(node)
+    end = state.index.end(node)
     for start in range(node.start, end, size):
       stop = min(start + size, end)
       path.update(node.key[start - node.start : stop - node.start].tobytes())
       line = [path.digest()]
-      for pool, ids in zip(cache.pools, node.pages, strict=True):
+      for pool, ids in zip(state.pools, node.pages, strict=True):
         first = (start - node.start) // pool.page_size
         last = -(-(stop - node.start) // pool.page_size)
         line.append(ids[first:last].tobytes())
@@ -98,9 +96,9 @@ def _indexed_bundles(
   return lines
 
 
-def _audit_references(cache: "allocator.KVAllocator", group: int) -> list[str]:
+def _audit_references(state: state_lib.State, group: int) -> list[str]:
   """R3: references and leases are what tables and leases add up to."""
-  pool, rows = cache.pools[group], cache.rows
+  pool, rows = state.pools[group], state.rows
   references = np.zeros(pool.num_pages + 1, np.int64)
   leases = np.zeros(pool.num_pages + 1, np.int64)
   findings = []
@@ -119,7 +117,7 @@ def _audit_references(cache: "allocator.KVAllocator", group: int) -> list[str]:
       leases[leased] += 1
       pages = pages[:-1]
     np.add.at(references, pages, 1)
-  for lease in cache.leases():
+  for lease in state.held_leases.values():
     np.add.at(leases, lease.group_pages[group], 1)
   for label, derived, kept in (
     ("table references", references, pool.references),
@@ -132,15 +130,15 @@ def _audit_references(cache: "allocator.KVAllocator", group: int) -> list[str]:
   return findings
 
 
-def _audit_partition(cache: "allocator.KVAllocator", group: int) -> list[str]:
+def _audit_partition(state: state_lib.State, group: int) -> list[str]:
   """free + evictable + live + reserved = pool, each page in one of them."""
-  pool = cache.pools[group]
+  pool = state.pools[group]
   held = (pool.references + pool.leases)[1:] > 0
   evictable = ~held & (pool.entries[1:] > 0)
   free = np.zeros(pool.num_pages + 1, np.int64)
   np.add.at(free, pool.free_pages, 1)
   reserved = np.zeros(pool.num_pages + 1, np.int64)
-  np.add.at(reserved, _reserved(cache, group), 1)
+  np.add.at(reserved, _reserved(state, group), 1)
   times = held.astype(np.int64) + evictable + free[1:] + reserved[1:]
   findings = [
     f"page {page + 1} is in {times[page]} states"
@@ -155,13 +153,13 @@ def _audit_partition(cache: "allocator.KVAllocator", group: int) -> list[str]:
   return findings
 
 
-def _audit_entries(cache: "allocator.KVAllocator", group: int) -> list[str]:
+def _audit_entries(state: state_lib.State, group: int) -> list[str]:
   """Index entries are what the nodes add up to."""
-  pool = cache.pools[group]
+  pool = state.pools[group]
   entries = np.zeros(pool.num_pages + 1, np.int64)
-  for root in cache.index.roots():
-    for node in cache.index.nodes(root):
-      size = cache.index.end(node) - node.start
+  for root in state.index.roots():
+    for node in state.index.nodes(root):
+      size = state.index.end(node) - node.start
       np.add.at(entries, node.pages[group][: -(-size // pool.page_size)], 1)
   return [
     f"page {page} counts {pool.entries[page]} index entries,"
@@ -170,9 +168,9 @@ def _audit_entries(cache: "allocator.KVAllocator", group: int) -> list[str]:
   ]
 
 
-def _audit_valid_rows(cache: "allocator.KVAllocator", group: int) -> list[str]:
+def _audit_valid_rows(state: state_lib.State, group: int) -> list[str]:
   """R4: what a table or an index shows was computed."""
-  pool, rows = cache.pools[group], cache.rows
+  pool, rows = state.pools[group], state.rows
   findings = []
   for sequence in rows.open_sequences():
     pages = rows.pages(sequence.row, group)
@@ -183,9 +181,9 @@ def _audit_valid_rows(cache: "allocator.KVAllocator", group: int) -> list[str]:
           f"row {sequence.row} shows more of page {page} than"
           f" its {pool.valid_rows[page]} valid rows"
         )
-  for root in cache.index.roots():
-    for node in cache.index.nodes(root):
-      size = cache.index.end(node) - node.start
+  for root in state.index.roots():
+    for node in state.index.nodes(root):
+      size = state.index.end(node) - node.start
       pages = node.pages[group][: -(-size // pool.page_size)]
       shown = _rows_shown(pool, len(pages), size)
       for page in pages[pool.valid_rows[pages] < shown].tolist():
@@ -204,10 +202,10 @@ def _rows_shown(
   return shown
 
 
-def _audit_sequences(cache: "allocator.KVAllocator") -> list[str]:
+def _audit_sequences(state: state_lib.State) -> list[str]:
   """Lengths are ordered, and nobody writes where others may read."""
   findings = []
-  rows = cache.rows
+  rows = state.rows
   for sequence in rows.open_sequences():
     row = sequence.row
     length, present = int(rows.length[row]), int(rows.present[row])
@@ -224,16 +222,16 @@ def _audit_sequences(cache: "allocator.KVAllocator") -> list[str]:
   return findings
 
 
-def _audit_tree(cache: "allocator.KVAllocator") -> list[str]:
+def _audit_tree(state: state_lib.State) -> list[str]:
   """Nodes join, children are told apart, published paths are the tables'."""
   findings = []
-  size = cache.layout.bundle_tokens
+  size = state.layout.bundle_tokens
   nodes = set()
-  for root in cache.index.roots():
-    for node in cache.index.nodes(root):
+  for root in state.index.roots():
+    for node in state.index.nodes(root):
       nodes.add(id(node))
-      end = cache.index.end(node)
-      parent_end = cache.index.end(node.parent)
+      end = state.index.end(node)
+      parent_end = state.index.end(node.parent)
       if node.start != parent_end or node.start % size or end <= node.start:
         findings.append(f"a node covers {node.start}..{end} after {parent_end}")
       if node.children is not None:
@@ -241,30 +239,30 @@ def _audit_tree(cache: "allocator.KVAllocator") -> list[str]:
           findings.append(f"a node that ends at {end} has a children's list")
         firsts = [bytes(key) for key in node.children.by_key]
         for key, child in node.children.by_key.items():
-          count = min(size, cache.index.end(child) - child.start)
+          count = min(size, state.index.end(child) - child.start)
           if child.key[:count].tobytes() != key:
             findings.append(f"a child at {end} is filed under another key")
           if any(o != key and o.startswith(key) for o in firsts):
             findings.append(f"a child at {end} is part of its sibling")
       if node.owner >= 0 and (
-        cache.rows.sequences[node.owner] is None
-        or cache.rows.sequences[node.owner].node is not node
+        state.rows.sequences[node.owner] is None
+        or state.rows.sequences[node.owner].node is not node
         or node.children
       ):
         findings.append(f"row {node.owner} does not grow the node it owns")
-  findings.extend(_audit_places(cache, nodes))
+  findings.extend(_audit_places(state, nodes))
   return findings
 
 
-def _audit_places(cache: "allocator.KVAllocator", nodes: set[int]) -> list[str]:
+def _audit_places(state: state_lib.State, nodes: set[int]) -> list[str]:
   """A sequence's published rows are the path to its place (R11)."""
   findings = []
-  size = cache.layout.bundle_tokens
-  for sequence in cache.rows.open_sequences():
+  size = state.layout.bundle_tokens
+  for sequence in state.rows.open_sequences():
     row, node = sequence.row, sequence.node
     if node is None or not sequence.root.alive:
       continue
-    depth = int(cache.rows.published[row])
+    depth = int(state.rows.published[row])
     depth -= depth % size
     while node.start >= depth and node.parent is not None:
       node = node.parent
@@ -272,12 +270,12 @@ def _audit_places(cache: "allocator.KVAllocator", nodes: set[int]) -> list[str]:
       if id(node) not in nodes:
         findings.append(f"row {row} is published under a forgotten node")
         break
-      keys = cache.rows.keys[row][node.start : depth]
+      keys = state.rows.keys[row][node.start : depth]
       if not np.array_equal(node.key[: len(keys)], keys):
         findings.append(f"row {row} is published under other tokens")
-      for group, pool in enumerate(cache.pools):
+      for group, pool in enumerate(state.pools):
         first, last = node.start // pool.page_size, depth // pool.page_size
-        ids = cache.rows.table_rows[group][row][first:last]
+        ids = state.rows.table_rows[group][row][first:last]
         if not np.array_equal(node.pages[group][: len(ids)], ids):
           findings.append(f"row {row} is published in other pages")
       depth = node.start

@@ -45,17 +45,25 @@ class PrefixMatchReceipt:
 
   def handles(self) -> tuple[tuple[pages.PageHandle, ...], ...]:
     """The matched pages per group as generation-fenced handles."""
-    return tuple(
-      tuple(
-        pages.PageHandle(group, page, generation)
-        for page, generation in zip(
-          ids.tolist(), generations.tolist(), strict=True
-        )
-      )
-      for group, (ids, generations) in enumerate(
-        zip(self.group_pages, self.group_generations, strict=True)
+    return handles(self.group_pages, self.group_generations)
+
+
+def handles(
+  group_pages: tuple[np.ndarray, ...],
+  group_generations: tuple[np.ndarray, ...],
+) -> tuple[tuple[pages.PageHandle, ...], ...]:
+  """Pages and their generations per group as handles."""
+  return tuple(
+    tuple(
+      pages.PageHandle(group, page, generation)
+      for page, generation in zip(
+        ids.tolist(), generations.tolist(), strict=True
       )
     )
+    for group, (ids, generations) in enumerate(
+      zip(group_pages, group_generations, strict=True)
+    )
+  )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

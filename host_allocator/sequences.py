@@ -5,7 +5,9 @@ planning, packing and committing a batch are gathers and scatters, and Python
 touches single sequences only where something other than growth happens.
 """
 
+from collections.abc import Iterable
 from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 
@@ -21,7 +23,8 @@ class Sequence:
   everywhere, also after its row has been given to another sequence.
 
   Attributes:
-    generation: Of the row, raised whenever a sequence is opened in it.
+    generation: Of the row; raised when a sequence is opened in it and when it
+      is closed, so that it is the row's own only while the sequence is open.
     matched_tokens: Rows that were there when it was opened.
     receipt: What the prefix match at opening proved.
     priority: Larger is kept longer by the "priority" eviction policy.
@@ -29,9 +32,7 @@ class Sequence:
 
   __slots__ = (
     "_rows",
-    "cancelled",
     "generation",
-    "in_step",
     "lease_node",
     "lost",
     "matched_tokens",
@@ -52,8 +53,6 @@ class Sequence:
     self.receipt: receipts.PrefixMatchReceipt | None = None
     self.priority = 0
     self.want_logits = True
-    self.in_step = False
-    self.cancelled = False
     self.lost = False
     # Where its published rows end in the index, and what it leases there.
     self.root: Any = None
@@ -116,6 +115,22 @@ class Sequence:
     return self._rows.pages(row, group).copy()
 
 
+class Batch(NamedTuple):
+  """Open, distinct sequences, checked once and used for many steps.
+
+  `KVAllocator.batch` makes one; it is refused once a member has been closed.
+
+  Attributes:
+    sequences: The members.
+    rows: int32 `[n]`, their rows.
+    generations: int64 `[n]`, their generations.
+  """
+
+  sequences: tuple[Sequence, ...]
+  rows: np.ndarray
+  generations: np.ndarray
+
+
 class SequenceRows:
   """The arrays behind the open sequences, indexed by row.
 
@@ -129,12 +144,16 @@ class SequenceRows:
     published: int32, rows that this sequence has in the prefix index.
     growing: bool, the sequence owns the leaf at its published end, so that
       publishing more is only raising `published`.
+    private: bool, the last page is held by nobody else and by no index further
+      than `present`: the next row may be written in place. False says nothing.
+    in_step: bool, the sequence is a member of the open step.
     leased: int32 per group, the page it reads rows of by lease, or 0; that page
       is in its table too, and is copied before the next write.
-    generations: int64, sequences opened in the row so far.
+    generations: int64, odd while the row is open.
     versions: int64, see `Sequence.table_version`.
     keys: per row, the int32 index keys of its tokens: the row of `tokens`, or a
       copy with side inputs put in.
+    has_own_keys: bool, which rows' keys are such a copy.
     table_rows: per group and row, a view of the table's row.
   """
 
@@ -154,11 +173,15 @@ class SequenceRows:
     self.present = np.zeros(max_sequences, np.int32)
     self.published = np.zeros(max_sequences, np.int32)
     self.growing = np.zeros(max_sequences, np.bool_)
+    self.private = np.zeros(max_sequences, np.bool_)
+    self.in_step = np.zeros(max_sequences, np.bool_)
     self.leased = tuple(
       np.zeros(max_sequences, np.int32) for _ in layout.groups
     )
     self.generations = np.zeros(max_sequences, np.int64)
     self.versions = np.zeros(max_sequences, np.int64)
+    self.has_own_keys = np.zeros(max_sequences, np.bool_)
+    self._stamp = np.zeros(max_sequences, np.int32)
     self.keys = list(self.tokens)
     self.table_rows = tuple(list(table) for table in self.tables)
     self.sequences: list[Sequence | None] = [None] * max_sequences
@@ -172,6 +195,29 @@ class SequenceRows:
   def open_sequences(self) -> list[Sequence]:
     """The open sequences by row."""
     return [sequence for sequence in self.sequences if sequence is not None]
+
+  def batch(self, members: Iterable[Sequence]) -> Batch:
+    """Checks that sequences are open and distinct.
+
+    Raises:
+      SequenceClosed, DeviceLost, BadStep.
+    """
+    sequences = tuple(members)
+    rows = np.array([each.row_or_closed for each in sequences], np.int32)
+    if len(rows):
+      if rows.min() < 0:
+        _ = [each.row for each in sequences]  # Raises for the closed one.
+      order = np.arange(len(rows), dtype=np.int32)
+      self._stamp[rows] = order
+      if (self._stamp[rows] != order).any():
+        raise errors.BadStep("a sequence is named twice in one batch")
+    return Batch(sequences, rows, self.generations[rows])
+
+  def check_batch(self, batch: Batch) -> None:
+    """Refuses a batch with a member that was closed since it was made."""
+    if (self.generations[batch.rows] != batch.generations).any():
+      _ = [each.row for each in batch.sequences]
+      raise errors.SequenceClosed("the batch is of another allocator")
 
   def take(self) -> Sequence:
     """A new sequence in a free row.
@@ -197,14 +243,41 @@ class SequenceRows:
       self.leased[group][row] = 0
     self.num_tokens[row] = self.length[row] = 0
     self.present[row] = self.published[row] = 0
-    self.growing[row] = False
+    self.growing[row] = self.private[row] = self.in_step[row] = False
+    self.generations[row] += 1
     self.versions[row] = 0
-    self.keys[row] = self.tokens[row]
+    if self.has_own_keys[row]:
+      self.keys[row] = self.tokens[row]
+      self.has_own_keys[row] = False
     self.sequences[row] = None
     sequence.row_or_closed = -1
     sequence.root = sequence.node = sequence.lease_node = None
     sequence.side_inputs = None
     self._free.append(row)
+
+  def set_tokens(self, row: int, tokens: np.ndarray, keys: np.ndarray) -> None:
+    """Makes a fresh row know its prompt."""
+    self.tokens[row, : len(tokens)] = tokens
+    self.num_tokens[row] = len(tokens)
+    if keys is not tokens:
+      self.give_own_keys(row, keys)
+
+  def give_own_keys(self, row: int, keys: np.ndarray) -> None:
+    """Sets index keys that are not the row's tokens."""
+    self.keys[row] = np.empty(self.max_length, np.int32)
+    self.keys[row][: len(keys)] = keys
+    self.has_own_keys[row] = True
+
+  def append(
+    self, rows: np.ndarray, known: np.ndarray, tokens: np.ndarray
+  ) -> None:
+    """Makes each row know one token more than it knew."""
+    self.tokens[rows, known] = tokens
+    self.num_tokens[rows] = known + 1
+    if self.has_own_keys.any():
+      own = np.flatnonzero(self.has_own_keys[rows])
+      for i in own.tolist():
+        self.keys[rows[i]][known[i]] = tokens[i]
 
   def num_pages(self, row: int, group: int) -> int:
     """Pages in a row's table of one group."""

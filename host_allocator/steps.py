@@ -36,10 +36,16 @@ class GroupPlan:
 
   @property
   def num_copies(self) -> int:
+    """Pages copied."""
     return len(self.copy_sources)
 
+  @property
+  def num_copied_rows(self) -> int:
+    """Rows copied."""
+    return int(self.copy_rows.sum()) if len(self.copy_rows) else 0
 
-@dataclasses.dataclass(slots=True)
+
+@dataclasses.dataclass(eq=False, slots=True)
 class StepPlan:
   """A reserved step: hand it to `pack`, then to `commit` or `abort`.
 
@@ -52,6 +58,8 @@ class StepPlan:
     writes: int32 `[n]`, first row each writes to a page.
     groups: Per cache group.
     num_tokens: Rows computed in all.
+    has_hidden: Whether a row is computed that is not written: see above.
+    cancelled: Members to be closed when the step ends.
   """
 
   sequences: tuple[sequences_lib.Sequence, ...]
@@ -60,9 +68,17 @@ class StepPlan:
   counts: np.ndarray
   ends: np.ndarray
   writes: np.ndarray
-  groups: tuple[GroupPlan, ...] = ()
-  num_tokens: int = 0
-  is_open: bool = True
+  groups: tuple[GroupPlan, ...]
+  num_tokens: int
+  has_hidden: bool
+  cancelled: list[sequences_lib.Sequence] = dataclasses.field(
+    default_factory=list
+  )
+
+  @property
+  def is_decode(self) -> bool:
+    """Whether every member computes exactly one row."""
+    return self.num_tokens == len(self.rows)
 
   @property
   def copies(self) -> tuple[tuple[np.ndarray, np.ndarray, np.ndarray], ...]:
@@ -120,7 +136,7 @@ def pack(
   query_starts[num_sequences + 1 :] = num_tokens
   _fill(packing, buffer, "logit_rows", query_starts[1 : num_sequences + 1] - 1)
   hidden = None
-  if (plan.writes > plan.starts).any():
+  if plan.has_hidden:
     hidden = positions < plan.writes[member]
   for index, group in enumerate(plan.groups):
     table = packing.field(buffer, "page_table", index)

@@ -12,11 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from host_allocator import layout as layout_lib
 from host_allocator import pages as pages_lib
 from host_allocator import sequences
+from host_allocator import telemetry
 from host_allocator.prefix import base
 from host_allocator.prefix import eviction as eviction_lib
+from host_allocator.prefix import side_inputs
 
 _NO_KEY = np.zeros(0, np.int32)
 
@@ -25,30 +26,36 @@ class Forest(base.PrefixIndex):
   """Roots and nodes with their eviction; how to match and insert is open.
 
   Args:
-    layout: Gives the bundle.
     rows: The sequences whose rows are published.
     pools: One per group; holds and entries are counted there.
+    bundle: Tokens of an index unit.
     eviction: One of `eviction.POLICIES`.
     whole_edges: Evict a leaf's whole unheld part, as the papers do, instead of
       only as many pages of its tail as are needed.
     partial_tails: Whether a less than full bundle can be published and found.
+    side_input_keys: What the negative keys stand for.
+    events: Where to report what was stored and removed, or None.
   """
 
   def __init__(
     self,
-    layout: layout_lib.CacheLayout,
     rows: sequences.SequenceRows,
     pools: tuple[pages_lib.PagePool, ...],
     *,
-    eviction: str = "lru",
-    whole_edges: bool = False,
-    partial_tails: bool = True,
+    bundle: int,
+    eviction: str,
+    whole_edges: bool,
+    partial_tails: bool,
+    side_input_keys: side_inputs.SideInputKeys,
+    events: telemetry.EventLog | None,
   ):
     self._rows = rows
     self._pools = pools
-    self._bundle = layout.bundle_tokens
+    self._bundle = bundle
     self._whole_edges = whole_edges
     self._partial_tails = partial_tails
+    self._side_input_keys = side_input_keys
+    self._events = events
     self._queue = eviction_lib.EvictionQueue(eviction)
     self._roots: dict[tuple[Any, ...], base.Root] = {}
     self._clock = 0
@@ -162,6 +169,8 @@ class Forest(base.PrefixIndex):
       node.parent = node.children = None
       node.key = _NO_KEY
       node.pages = ()
+    if self._events is not None:
+      self._events.add(telemetry.RootCleared(tuple(root.key)))
     root.top.children = None
     root.top = None  # No reference cycle outlives the root.
 
@@ -190,6 +199,59 @@ class Forest(base.PrefixIndex):
     for root in self._roots.values():
       for node in self.nodes(root):
         self._offer(node)
+
+  def _use(self, path: list[base.Node], priority: int) -> None:
+    """Counts a use of each node."""
+    for node in path:
+      node.last_used = self._clock
+      node.hits += 1
+      node.priority = max(node.priority, priority)
+
+  def _nearest(
+    self, node: base.Node, bundle: np.ndarray
+  ) -> tuple[base.Node | None, int]:
+    """The child that shares most of a bundle, and how many tokens."""
+    if not self._partial_tails or self._bundle == 1 or not node.children:
+      return None, 0
+    return node.children.nearest(bundle.tobytes())
+
+  def _report_stored(self, node: base.Node, start: int, stop: int) -> None:
+    """Reports the whole bundles of `[start, stop)` of a node's path."""
+    start -= start % self._bundle
+    stop -= stop % self._bundle
+    if self._events is None or start >= stop:
+      return
+    parent = node if start > node.start else node.parent
+    before = self._bundle_ids(parent, start - self._bundle, start)
+    self._events.add(
+      telemetry.BundlesStored(
+        root=tuple(node.root.key),
+        parent=before[0] if before else None,
+        bundles=self._bundle_ids(node, start, stop),
+        keys=tuple(node.key[start - node.start : stop - node.start].tolist()),
+      )
+    )
+
+  def _report_removed(self, node: base.Node, start: int, stop: int) -> None:
+    """Reports the whole bundles of `[start, stop)` of a node's path."""
+    stop -= stop % self._bundle
+    if self._events is not None and start < stop:
+      self._events.add(
+        telemetry.BundlesRemoved(
+          tuple(node.root.key), self._bundle_ids(node, start, stop)
+        )
+      )
+
+  def _bundle_ids(
+    self, node: base.Node | None, start: int, stop: int
+  ) -> tuple[telemetry.BundleId, ...]:
+    if node is None or node.parent is None:
+      return ()
+    pool, step = self._pools[0], self._bundle // self._pools[0].page_size
+    first = (start - node.start) // pool.page_size
+    last = (stop - node.start) // pool.page_size
+    ids = node.pages[0][first:last:step]
+    return telemetry.bundle_ids(ids, pool.generations)
 
   def _first_key(self, node: base.Node) -> bytes:
     """The bytes that find a node among its parent's children."""
@@ -225,6 +287,7 @@ class Forest(base.PrefixIndex):
       Pages that became free, per group.
     """
     size, old_key = cut - node.start, self._first_key(node)
+    self._report_removed(node, cut, node.sealed_end)
     freed, kept = [], []
     for pool, ids in zip(self._pools, node.pages, strict=True):
       count = -(-size // pool.page_size)

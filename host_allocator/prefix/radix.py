@@ -42,8 +42,8 @@ class RadixIndex(forest.Forest):
           break
       if not node.children:
         break
-      bundle = keys[depth : min(depth + self._bundle, num_tokens)].tobytes()
-      child = node.children.by_key.get(bundle)
+      bundle = keys[depth : min(depth + self._bundle, num_tokens)]
+      child = node.children.by_key.get(bundle.tobytes())
       if child is None:
         child, shared = self._nearest(node, bundle)
         if child is not None:
@@ -69,10 +69,7 @@ class RadixIndex(forest.Forest):
       path.pop()
       if last.start < aligned:
         path.append(self._split(last, aligned))
-    for node in path:
-      node.last_used = self._clock
-      node.hits += 1
-      node.priority = max(node.priority, sequence.priority)
+    self._use(path, sequence.priority)
     self._rows.published[sequence.row] = aligned
     sequence.node = last
     sequence.node, _ = self._place(sequence)
@@ -134,6 +131,13 @@ class RadixIndex(forest.Forest):
         than it had published.
     """
     published = self._rows.published[rows]
+    if self._events is not None:
+      for row, start, stop in zip(
+        rows.tolist(), published.tolist(), num_tokens.tolist(), strict=True
+      ):
+        sequence = self._rows.sequences[row]
+        if sequence is not None:
+          self._report_stored(sequence.node, start, stop)
     for group, pool in enumerate(self._pools):
       if pool.page_size != self._bundle:
         for row, start, stop in zip(
@@ -155,25 +159,18 @@ class RadixIndex(forest.Forest):
     own = node.key[depth - node.start : stop - node.start]
     return forest.common_length(own, keys[depth:stop])
 
-  def _nearest(
-    self, node: base.Node, bundle: bytes
-  ) -> tuple[base.Node | None, int]:
-    if not self._partial_tails or self._bundle == 1 or not node.children:
-      return None, 0
-    return node.children.nearest(bundle)
-
   def _next(
     self, node: base.Node, keys: np.ndarray, depth: int, num_tokens: int
   ) -> base.Node | None:
     """The child to go on with: same bundle, or one is a part of the other."""
     if not node.children:
       return None
-    bundle = keys[depth : min(depth + self._bundle, num_tokens)].tobytes()
-    child = node.children.by_key.get(bundle)
+    bundle = keys[depth : min(depth + self._bundle, num_tokens)]
+    child = node.children.by_key.get(bundle.tobytes())
     if child is None:
       child, shared = self._nearest(node, bundle)
       if child is not None:
-        ours, theirs = len(bundle) // 4, self.end(child) - child.start
+        ours, theirs = len(bundle), self.end(child) - child.start
         if shared < min(ours, theirs):
           return None
     return child
@@ -196,7 +193,7 @@ class RadixIndex(forest.Forest):
     leaf.priority = sequence.priority
     self._own(leaf, row)
     self._publish(row, depth, num_tokens)
-    self._set_published(leaf, row, num_tokens)
+    self._set_published(leaf, row, depth, num_tokens)
     if node.children is None:
       node.children = base.Children()
     node.children.add(self._first_key(leaf), leaf)
@@ -225,7 +222,7 @@ class RadixIndex(forest.Forest):
     self._publish(row, aligned, num_tokens)
     for pool, ids in zip(self._pools, old, strict=True):
       pool.withdraw(ids)
-    self._set_published(node, row, num_tokens)
+    self._set_published(node, row, aligned, num_tokens)
     node.priority = max(node.priority, sequence.priority)
     node.last_used = self._clock
     if end - node.start < self._bundle and node.parent is not None:
@@ -243,7 +240,7 @@ class RadixIndex(forest.Forest):
         column = published // pool.page_size
         page = self._rows.table_rows[group][row][column : column + 1]
         pool.withdraw(page)
-    self._set_published(node, row, num_tokens)
+    self._set_published(node, row, published, num_tokens)
 
   def _own(self, node: base.Node, row: int) -> None:
     """Makes a node's key and pages views of a row."""
@@ -261,7 +258,10 @@ class RadixIndex(forest.Forest):
       first, last = start // pool.page_size, -(-stop // pool.page_size)
       pool.publish(self._rows.table_rows[group][row][first:last])
 
-  def _set_published(self, node: base.Node, row: int, num_tokens: int) -> None:
+  def _set_published(
+    self, node: base.Node, row: int, start: int, num_tokens: int
+  ) -> None:
+    self._report_stored(node, start, num_tokens)
     self._rows.published[row] = num_tokens
     self._rows.growing[row] = num_tokens - node.start >= self._bundle
 

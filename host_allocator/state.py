@@ -1,0 +1,144 @@
+"""What an allocator is made of; the modules beside this one work on it.
+
+matching.py      what a new or waiting sequence takes over from the index
+holding.py       references of tables and leases: fork, cut, release
+reservation.py   what a step needs, room for it, and its reservation
+publication.py   making a step's outcome visible
+steps.py         the plan of a step and its packed buffer
+allocator.py     the transactions, under one lock
+"""
+
+import threading
+from collections.abc import Callable
+from collections.abc import Sequence
+
+from host_allocator import errors
+from host_allocator import identity
+from host_allocator import layout as layout_lib
+from host_allocator import pages
+from host_allocator import receipts
+from host_allocator import sequences
+from host_allocator import steps
+from host_allocator import telemetry
+from host_allocator.prefix import base
+from host_allocator.prefix import forest
+from host_allocator.prefix import hash_chain
+from host_allocator.prefix import none
+from host_allocator.prefix import radix
+from host_allocator.prefix import side_inputs
+
+TAIL_POLICIES = ("copy_rows", "full_pages")
+INDEXES: dict[str, type[forest.Forest]] = {
+  "radix": radix.RadixIndex,
+  "hash_chain": hash_chain.HashChainIndex,
+}
+
+
+class State:
+  """The parts of an allocator, and what all of its modules need.
+
+  Attributes:
+    layout: The cache groups.
+    pools: One page pool per group.
+    rows: The open sequences.
+    index: What can be matched.
+    namespaces: Who may match it.
+    epoch: Counts commits of any kind.
+    open_plan: The step that is neither committed nor aborted.
+    bundle: Tokens of an index unit.
+    on_phase: Called with the name of each phase of a transaction that can
+      still fail; tests make it raise.
+  """
+
+  def __init__(
+    self,
+    layout: layout_lib.CacheLayout,
+    *,
+    num_pages: int | Sequence[int],
+    max_sequences: int,
+    max_length: int,
+    prefix_index: str | None,
+    tail_policy: str,
+    eviction: str,
+    evict_whole_edges: bool,
+    semantic_digest: str,
+    record_events: bool,
+  ):
+    per_group = _pages_per_group(layout, num_pages)
+    if max_sequences < 1 or max_length < 1:
+      raise errors.LayoutError(
+        f"{max_sequences=} and {max_length=} must be at least 1"
+      )
+    if tail_policy not in TAIL_POLICIES:
+      raise errors.LayoutError(f"{tail_policy=} is not one of {TAIL_POLICIES}")
+    if prefix_index is not None and prefix_index not in INDEXES:
+      raise errors.LayoutError(
+        f"{prefix_index=} is not one of {sorted(INDEXES)} or None"
+      )
+    self.layout = layout
+    self.max_sequences = max_sequences
+    self.max_length = max_length
+    self.tail_policy = tail_policy
+    self.bundle = layout.bundle_tokens
+    self.pools = tuple(
+      pages.PagePool(group.page_size, count)
+      for group, count in zip(layout.groups, per_group, strict=True)
+    )
+    self.rows = sequences.SequenceRows(layout, max_sequences, max_length)
+    self.namespaces = identity.Namespaces(semantic_digest, layout.digest)
+    self.events = telemetry.EventLog() if record_events else None
+    self.side_input_keys = side_inputs.SideInputKeys()
+    self.index: base.PrefixIndex = none.NoIndex()
+    if prefix_index is not None:
+      self.index = INDEXES[prefix_index](
+        self.rows,
+        self.pools,
+        bundle=self.bundle,
+        eviction=eviction,
+        whole_edges=evict_whole_edges,
+        partial_tails=tail_policy == "copy_rows",
+        side_input_keys=self.side_input_keys,
+        events=self.events,
+      )
+    self.epoch = 0
+    self.open_plan: steps.StepPlan | None = None
+    self.held_leases: dict[int, receipts.Lease] = {}
+    self.lock = threading.RLock()
+    self.on_phase: Callable[[str], None] | None = None
+
+  @property
+  def table_widths(self) -> tuple[int, ...]:
+    """Pages a sequence can have, per group."""
+    return tuple(table.shape[1] for table in self.rows.tables)
+
+  def phase(self, name: str) -> None:
+    """Marks a point at which the transaction under way may still fail."""
+    if self.on_phase is not None:
+      self.on_phase(name)
+
+  def idle_row(self, sequence: sequences.Sequence) -> int:
+    """The row of an open sequence that is in no step.
+
+    Raises:
+      SequenceClosed, DeviceLost, SequenceInStep.
+    """
+    row = sequence.row
+    if self.rows.in_step[row]:
+      raise errors.SequenceInStep(
+        f"the sequence in row {row} is a member of the open step"
+      )
+    return row
+
+
+def _pages_per_group(
+  layout: layout_lib.CacheLayout, num_pages: int | Sequence[int]
+) -> tuple[int, ...]:
+  groups = len(layout.groups)
+  counts = (
+    (num_pages,) * groups if isinstance(num_pages, int) else tuple(num_pages)
+  )
+  if len(counts) != groups or min(counts) < 1:
+    raise errors.LayoutError(
+      f"{num_pages=} must be at least 1 for each of {groups} groups"
+    )
+  return counts
