@@ -6,7 +6,7 @@ was planned.
 
 import numpy as np
 
-from host_allocator import pages
+from host_allocator import pages as pages_lib
 from host_allocator import state as state_lib
 from host_allocator import steps
 
@@ -22,8 +22,11 @@ def publish(state: state_lib.State, plan: steps.StepPlan) -> list[int]:
   ):
     if part.num_copies:
       _replace_copied(state, plan, group)
-    pool.commit(part.pages)
-    state.rows.tables[group][plan.rows[part.members], part.columns] = part.pages
+    if len(part.pages):
+      pool.commit(part.pages)
+      state.rows.set_pages_at(
+        group, plan.rows[part.members], part.columns, part.pages
+      )
     _mark_valid(state, plan, group)
   state.rows.length[plan.rows] = plan.ends
   state.rows.present[plan.rows] = plan.ends
@@ -62,11 +65,13 @@ def _mark_valid(
   The last pages are private from now on, and theirs need no writing down.
   """
   pool = state.pools[group]
-  size, table = pool.page_size, state.rows.tables[group]
+  size = pool.page_size
   if plan.is_decode:
     filled = np.flatnonzero(plan.ends % size == 0)
-    columns = plan.ends[filled] // size - 1
-    pool.valid_rows[table[plan.rows[filled], columns]] = size
+    if len(filled):
+      columns = plan.ends[filled] // size - 1
+      pages = state.rows.pages_at(group, plan.rows[filled], columns)
+      pool.valid_rows[pages] = size
     return
   for row, start, stop in zip(
     plan.rows.tolist(),
@@ -82,21 +87,24 @@ def _publish_prefixes(
 ) -> list[int]:
   """Puts new rows into the index: prompts to the token, then whole bundles."""
   released = [0] * len(state.pools)
-  rows, published = plan.rows, state.rows.published
-  whole = plan.ends - plan.ends % state.bundle
-  due = np.flatnonzero((plan.counts > 1) | (whole > published[rows]))
-  if not len(due):
-    return released
+  rows = plan.rows
   if plan.is_decode:
-    growing = state.rows.growing[rows[due]]
-    if growing.any():
+    due = np.flatnonzero(plan.ends % state.bundle == 0)
+    if len(due):
+      growing = state.rows.growing[rows[due]]
       fast = due[growing]
-      state.index.grow(rows[fast], plan.ends[fast])
-      due = due[~growing]
+      if len(fast):
+        state.index.grow(rows[fast], plan.ends[fast])
+        due = due[~growing]
+  else:
+    due = np.arange(len(rows))
   for member in due.tolist():
-    ends = plan.ends if plan.counts[member] > 1 else whole
-    counts = state.index.insert(plan.sequences[member], int(ends[member]))
-    released = [a + b for a, b in zip(released, counts, strict=True)]
+    stop = int(plan.ends[member])
+    if plan.counts[member] == 1:
+      stop -= stop % state.bundle
+    counts = state.index.insert(plan.sequences[member], stop)
+    if counts:  # an index that keeps nothing has nothing to count
+      released = [a + b for a, b in zip(released, counts, strict=True)]
   return released
 
 
@@ -113,7 +121,7 @@ def pending(state: state_lib.State, plan: steps.StepPlan, group: int) -> int:
   )
 
 
-def usage(state: state_lib.State) -> tuple[pages.PoolUsage, ...]:
+def usage(state: state_lib.State) -> tuple[pages_lib.PoolUsage, ...]:
   """The partition of every pool."""
   plan = state.open_plan
   return tuple(
