@@ -45,10 +45,15 @@ class ByteTokenizer:
     return bytes(ids).decode(errors="replace")
 
 
-@pytest.fixture
-def tiny_model(monkeypatch):
+@pytest.fixture(scope="module")
+def loaded():
+  # One for all: what an engine compiles stays with the model.
   model = testing.random_decoder(testing.tiny_config(vocab_size=256))
-  loaded = (model, ByteTokenizer())
+  return model, ByteTokenizer()
+
+
+@pytest.fixture
+def tiny_model(monkeypatch, loaded):
   monkeypatch.setattr(serving, "load_model", lambda path: loaded)
 
 
@@ -58,7 +63,7 @@ def load_config(name: str, **changes):
     {
       "max_tokens": 6,
       "max_sequences": 2,
-      "token_budget": 16,
+      "token_budget": 8,
       "page_size": 4,
       **changes,
     }
@@ -131,7 +136,7 @@ def test_gsm8k_reuses_what_an_infinite_cache_would(
     text = "\n".join(json.dumps(row) for row in rows)
     (folder / name).write_text(text)
   monkeypatch.setenv("KVJAX_DATA", str(tmp_path))
-  config = load_config("gsm8k", questions=12, max_sequences=4)
+  config = load_config("gsm8k", questions=12)
   summary = run.run_experiment(config, tmp_path / "out")
   assert summary["requests"] == 12
   assert summary["reused_share_of_ideal"] >= 0.99
