@@ -192,12 +192,7 @@ class KVAllocator(state.State):
       rows = self._checked(sequences).rows
       if len(rows) != len(ids):
         raise errors.BadStep(f"{len(rows)} sequences got {len(ids)} tokens")
-      known = self.rows.num_tokens[rows]
-      if len(rows) and known.max() >= self.max_length:
-        raise errors.PromptTooLong(
-          f"a sequence has max_length={self.max_length} tokens already"
-        )
-      self.rows.append(rows, known, ids)
+      self.rows.append(rows, ids)
 
   def fork(self, sequence: sequences_lib.Sequence) -> sequences_lib.Sequence:
     """A second sequence with the same tokens and rows, sharing every page.
@@ -294,12 +289,12 @@ class KVAllocator(state.State):
         raise errors.StepOpen("another step is open: commit or abort it first")
       if isinstance(batch, sequences_lib.Batch):
         self.rows.check_batch(batch)
-        counts = np.ones(len(batch.rows), np.int32)
-      else:
-        pairs = tuple(batch)
-        batch = self.rows.batch(sequence for sequence, _ in pairs)
-        counts = np.array([count for _, count in pairs], np.int32)
-      return reservation.reserve(self, batch, counts)
+        return reservation.reserve(self, batch, batch.ones, len(batch.rows))
+      pairs = tuple(batch)
+      members = self.rows.batch([sequence for sequence, _ in pairs])
+      counts = np.array([count for _, count in pairs], np.int32)
+      num_tokens = reservation.check_counts(counts)
+      return reservation.reserve(self, members, counts, num_tokens)
 
   def pack(self, plan: steps.StepPlan, packing: tables.Packing) -> np.ndarray:
     """The step as one fresh int32 buffer; see `tables.Packing`.
@@ -530,20 +525,23 @@ class KVAllocator(state.State):
     self.rows.in_step[plan.rows] = False
     for sequence in plan.cancelled:
       self._close(sequence, "cancelled")
-    copied = tuple(group.num_copied_rows for group in plan.groups)
+    copied = tuple([group.num_copied_rows for group in plan.groups])
     return receipts.StepReceipt(
-      outcome=outcome,
-      epoch=self.epoch,
-      num_tokens=plan.num_tokens,
-      new_pages=tuple(len(group.pages) for group in plan.groups),
-      copied_rows=copied,
-      copied_bytes=sum(
-        rows * group.row_bytes
-        for rows, group in zip(copied, self.layout.groups, strict=True)
-      ),
-      released_duplicates=released,
-      predecessor_digest=before,
-      successor_digest=self._recorded_digest(),
+      outcome,
+      self.epoch,
+      plan.num_tokens,
+      tuple([len(group.pages) for group in plan.groups]),
+      copied,
+      self._copied_bytes(copied) if any(copied) else 0,
+      released,
+      before,
+      self._recorded_digest(),
+    )
+
+  def _copied_bytes(self, copied: tuple[int, ...]) -> int:
+    return sum(
+      rows * group.row_bytes
+      for rows, group in zip(copied, self.layout.groups, strict=True)
     )
 
   def _close(

@@ -19,7 +19,6 @@ def audit(state: state_lib.State) -> tuple[str, ...]:
     Findings; empty where every invariant of DESIGN.md's R1 to R9 holds.
   """
   findings: list[str] = []
-  holding.note_all_valid_rows(state)
   for group, pool in enumerate(state.pools):
     name = state.layout.groups[group].name
     for finding in (
@@ -43,7 +42,6 @@ def state_digest(state: state_lib.State) -> str:
   paths into nodes: what can be told apart is what is digested.
   """
   digest = hashlib.sha256()
-  holding.note_all_valid_rows(state)
   for sequence in state.rows.open_sequences():
     row = sequence.row
     fields = (row, sequence.num_tokens, sequence.length)
@@ -52,15 +50,16 @@ def state_digest(state: state_lib.State) -> str:
     for group in range(len(state.pools)):
       digest.update(state.rows.pages(row, group).tobytes())
       digest.update(repr(int(state.rows.leased[group][row])).encode())
-  for pool in state.pools:
+  for group, pool in enumerate(state.pools):
     for counts in (pool.references, pool.leases, pool.entries):
       digest.update(counts.tobytes())
-    reserved = _reserved(state, state.pools.index(pool))
+    reserved = _reserved(state, group)
     free = np.sort(np.concatenate([pool.free_pages, reserved]))
     digest.update(free.tobytes())
     # Rows of free pages are nobody's.
     held = pool.references + pool.leases + pool.entries > 0
-    digest.update(np.where(held, pool.valid_rows, 0).tobytes())
+    valid_rows = holding.valid_rows(state, group)
+    digest.update(np.where(held, valid_rows, 0).tobytes())
   for root in sorted(state.index.roots(), key=lambda root: repr(root.key)):
     digest.update(repr(root.key).encode())
     for line in sorted(_indexed_bundles(state, root)):
@@ -171,25 +170,29 @@ def _audit_entries(state: state_lib.State, group: int) -> list[str]:
 def _audit_valid_rows(state: state_lib.State, group: int) -> list[str]:
   """R4: what a table or an index shows was computed."""
   pool, rows = state.pools[group], state.rows
-  findings = []
-  for sequence in rows.open_sequences():
-    pages = rows.pages(sequence.row, group)
-    if len(pages):
-      shown = _rows_shown(pool, len(pages), int(rows.present[sequence.row]))
-      for page in pages[pool.valid_rows[pages] < shown].tolist():
-        findings.append(
-          f"row {sequence.row} shows more of page {page} than"
-          f" its {pool.valid_rows[page]} valid rows"
-        )
+  valid_rows = holding.valid_rows(state, group)
+  views = [
+    (
+      f"row {sequence.row}",
+      rows.pages(sequence.row, group),
+      int(rows.present[sequence.row]),
+    )
+    for sequence in rows.open_sequences()
+  ]
   for root in state.index.roots():
     for node in state.index.nodes(root):
       size = state.index.end(node) - node.start
-      pages = node.pages[group][: -(-size // pool.page_size)]
-      shown = _rows_shown(pool, len(pages), size)
-      for page in pages[pool.valid_rows[pages] < shown].tolist():
+      views.append(
+        ("the index", node.pages[group][: -(-size // pool.page_size)], size)
+      )
+  findings = []
+  for viewer, pages, num_rows in views:
+    if len(pages):
+      shown = _rows_shown(pool, len(pages), num_rows)
+      for page in pages[valid_rows[pages] < shown].tolist():
         findings.append(
-          f"the index shows more of page {page} than its"
-          f" {pool.valid_rows[page]} valid rows"
+          f"{viewer} shows more of page {page} than its {valid_rows[page]}"
+          " valid rows"
         )
   return findings
 

@@ -44,9 +44,8 @@ def share(
     field[other] = field[row]
   published = int(rows.published[row])
   rows.published[other] = published - published % state.bundle
-  rows.private[row] = False
+  note_valid_rows(state, row)
   for group, pool in enumerate(state.pools):
-    note_valid_rows(state, row, group)
     pages, leased = rows.pages(row, group), rows.leased[group][row]
     rows.table_rows[group][other][: len(pages)] = pages
     rows.leased[group][other] = leased
@@ -61,25 +60,36 @@ def share(
   child.root.num_sequences += 1
 
 
-def note_valid_rows(state: state_lib.State, row: int, group: int) -> None:
-  """Writes down the valid rows of a last page that was private until now.
+def note_valid_rows(state: state_lib.State, row: int) -> None:
+  """Writes down the valid rows of a last page that is no longer private.
 
-  While a page is private its valid rows are its sequence's, and every step
-  would only repeat them.
+  While it was, they were its sequence's length, and every step would only have
+  repeated them.
   """
-  pool, rows = state.pools[group], state.rows
-  present = int(rows.present[row])
-  offset = present % pool.page_size
-  if offset and not rows.leased[group][row]:
-    page = rows.table_rows[group][row][present // pool.page_size]
-    pool.valid_rows[page] = max(int(pool.valid_rows[page]), offset)
+  if state.rows.private[row]:
+    state.rows.private[row] = False
+    for group, pool in enumerate(state.pools):
+      page, offset = _last_page(state, row, group)
+      if offset:
+        pool.valid_rows[page] = offset
 
 
-def note_all_valid_rows(state: state_lib.State) -> None:
-  """`note_valid_rows` for every private last page."""
+def valid_rows(state: state_lib.State, group: int) -> np.ndarray:
+  """Valid rows of every page of a group, private last pages included."""
+  counts = state.pools[group].valid_rows.copy()
   for row in np.flatnonzero(state.rows.private).tolist():
-    for group in range(len(state.pools)):
-      note_valid_rows(state, row, group)
+    page, offset = _last_page(state, row, group)
+    if offset:
+      counts[page] = offset
+  return counts
+
+
+def _last_page(state: state_lib.State, row: int, group: int) -> tuple[int, int]:
+  """A row's last page and the rows it shows of it; 0 where it shows all."""
+  present, size = int(state.rows.present[row]), state.rows.page_sizes[group]
+  return int(state.rows.table_rows[group][row][(present - 1) // size]), (
+    present % size
+  )
 
 
 def drop(
@@ -105,8 +115,8 @@ def cut(
   """
   row, rows, dropped = sequence.row, state.rows, []
   state.index.shorten(sequence, length)
+  note_valid_rows(state, row)
   for group, pool in enumerate(state.pools):
-    note_valid_rows(state, row, group)
     keep, have = -(-length // pool.page_size), rows.num_pages(row, group)
     table_row = rows.table_rows[group][row]
     own = table_row[keep:have].copy()
@@ -121,7 +131,6 @@ def cut(
         pool.valid_rows[page] = min(int(pool.valid_rows[page]), offset)
   rows.present[row] = length
   rows.length[row] = min(int(rows.length[row]), length)
-  rows.private[row] = False
   rows.versions[row] += 1
   if not any(leased[row] for leased in rows.leased):
     sequence.lease_node = None
@@ -135,9 +144,8 @@ def release(
   row, dropped = sequence.row, []
   if sequence.root is not None:
     state.index.release(sequence)
+  note_valid_rows(state, row)
   for group in range(len(state.pools)):
-    if state.rows.private[row]:
-      note_valid_rows(state, row, group)
     own = state.rows.pages(row, group)
     drop(state, row, group, own)
     dropped.append(len(own))
@@ -151,8 +159,7 @@ def lease(
 ) -> receipts.Lease:
   """Takes a read lease on all pages of a sequence."""
   row = sequence.row
-  for group in range(len(state.pools)):
-    note_valid_rows(state, row, group)
+  note_valid_rows(state, row)
   group_pages = table_pages(state, row)
   for pool, pages in zip(state.pools, group_pages, strict=True):
     pool.lease(pages)

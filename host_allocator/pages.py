@@ -70,7 +70,9 @@ class PagePool:
     leases: int32, readers that keep it from being recycled (R3: a lease does
       not make its owner copy before writing).
     entries: int32, index entries that name it; weak.
-    valid_rows: int32, rows that were computed and committed.
+    valid_rows: int32, rows that were computed and committed. A sequence's
+      private last page stands at `page_size` here, and the sequence's own
+      length says how many there are: see `holding.note_valid_rows`.
     generations: int64, raised whenever the page is taken.
   """
 
@@ -87,7 +89,7 @@ class PagePool:
     self.num_reserved = 0
     self._num_leases = 0
     # A stack: the pages freed last are taken first, while they are warm.
-    self._free = np.arange(num_pages, 0, -1, dtype=np.int32)
+    self._free = np.arange(num_pages, 0, -1, dtype=np.intp)
 
   @property
   def available(self) -> int:
@@ -126,12 +128,12 @@ class PagePool:
     self.num_free = rest
     self.num_reserved += count
     self.generations[pages] += 1
-    self.valid_rows[pages] = 0
     return pages
 
   def commit(self, pages: np.ndarray) -> None:
     """Turns reserved pages into live ones, with one table reference each."""
     self.references[pages] = 1
+    self.valid_rows[pages] = self.page_size
     self.num_reserved -= len(pages)
 
   def give_back(self, pages: np.ndarray) -> None:

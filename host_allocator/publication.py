@@ -17,31 +17,33 @@ def publish(state: state_lib.State, plan: steps.StepPlan) -> list[int]:
   Returns:
     Duplicate pages let go, per group (R11).
   """
+  rows = state.rows
   for group, (pool, part) in enumerate(
     zip(state.pools, plan.groups, strict=True)
   ):
-    if part.num_copies:
-      _replace_copied(state, plan, group)
+    if plan.has_shared:
+      _make_private(state, plan, group)
     if len(part.pages):
       pool.commit(part.pages)
-      state.rows.set_pages_at(
-        group, plan.rows[part.members], part.columns, part.pages
-      )
-    _mark_valid(state, plan, group)
-  state.rows.length[plan.rows] = plan.ends
-  state.rows.present[plan.rows] = plan.ends
+      at = plan.rows[part.members]
+      rows.set_pages_at(group, at, part.columns, part.pages)
+  rows.length[plan.rows] = plan.ends
+  rows.present[plan.rows] = plan.ends
   if plan.has_hidden:  # Who wrote nothing still shares its last page.
-    state.rows.private[plan.rows[plan.ends > plan.writes]] = True
+    rows.private[plan.rows[plan.ends > plan.writes]] = True
   else:
-    state.rows.private[plan.rows] = True
+    rows.private[plan.rows] = True
   return _publish_prefixes(state, plan)
 
 
-def _replace_copied(
+def _make_private(
   state: state_lib.State, plan: steps.StepPlan, group: int
 ) -> None:
-  """Lets the pages go that have been copied, and what was leased for it."""
+  """Takes over the last pages that stay, and lets go those that were copied."""
   rows, pool, part = state.rows, state.pools[group], plan.groups[group]
+  _, _, pages = steps.shared_tails(plan, rows, group)
+  kept = pages[~np.isin(pages, part.copy_sources)]
+  pool.valid_rows[kept] = pool.page_size
   for member, source in zip(
     part.members[: part.num_copies].tolist(), part.copy_sources, strict=True
   ):
@@ -57,31 +59,6 @@ def _replace_copied(
     sequence.lease_node = None
 
 
-def _mark_valid(
-  state: state_lib.State, plan: steps.StepPlan, group: int
-) -> None:
-  """Writes down the valid rows of every page that the step filled.
-
-  The last pages are private from now on, and theirs need no writing down.
-  """
-  pool = state.pools[group]
-  size = pool.page_size
-  if plan.is_decode:
-    filled = np.flatnonzero(plan.ends % size == 0)
-    if len(filled):
-      columns = plan.ends[filled] // size - 1
-      pages = state.rows.pages_at(group, plan.rows[filled], columns)
-      pool.valid_rows[pages] = size
-    return
-  for row, start, stop in zip(
-    plan.rows.tolist(),
-    (plan.writes // size).tolist(),
-    (plan.ends // size).tolist(),
-    strict=True,
-  ):
-    pool.valid_rows[state.rows.table_rows[group][row][start:stop]] = size
-
-
 def _publish_prefixes(
   state: state_lib.State, plan: steps.StepPlan
 ) -> list[int]:
@@ -89,7 +66,7 @@ def _publish_prefixes(
   released = [0] * len(state.pools)
   rows = plan.rows
   if plan.is_decode:
-    due = np.flatnonzero(plan.ends % state.bundle == 0)
+    due = (plan.ends % state.bundle == 0).nonzero()[0]
     if len(due):
       growing = state.rows.growing[rows[due]]
       fast = due[growing]

@@ -10,75 +10,69 @@ from host_allocator import steps
 _NONE = np.zeros(0, np.int32)
 
 
+def check_counts(counts: np.ndarray) -> int:
+  """Refuses an empty step or member; returns the rows of the step."""
+  if not len(counts) or np.minimum.reduce(counts) < 1:
+    raise errors.BadStep(
+      f"a step needs members, of one row or more each: {counts.tolist()}"
+    )
+  return int(np.add.reduce(counts))
+
+
 def reserve(
-  state: state_lib.State, batch: sequences.Batch, counts: np.ndarray
+  state: state_lib.State,
+  batch: sequences.Batch,
+  counts: np.ndarray,
+  num_tokens: int,
 ) -> steps.StepPlan:
   """Plans and reserves a step; nothing of it can be seen yet.
 
   Args:
     state: Without an open step.
     batch: The members.
-    counts: int32 `[n]`, rows to compute of each.
+    counts: int32 `[n]`, rows to compute of each, at least one.
+    num_tokens: Their sum.
 
   Raises:
     BadStep, OutOfPages: Before anything is touched.
   """
-  rows = batch.rows
-  starts = state.rows.length[rows]
+  rows, arrays = batch.rows, state.rows
+  starts = arrays.length[rows]
   ends = starts + counts
-  _check_rows(state, rows, starts, ends, counts)
-  writes = state.rows.present[rows]
-  demands = [
-    _demand(state, group, rows, writes, ends)
-    for group in range(len(state.pools))
-  ]
-  needed = [len(copied) + len(fresh) for copied, fresh, _ in demands]
+  writes = arrays.present[rows]
+  _check_known(state, rows, starts, ends)
+  plan = steps.StepPlan(
+    batch.sequences, rows, starts, counts, ends, writes, num_tokens
+  )
+  plan.has_hidden = np.count_nonzero(writes != starts) > 0
+  plan.has_shared = np.count_nonzero(arrays.private[rows]) < len(rows)
+  demands = [_demand(state, plan, group) for group in range(len(state.pools))]
   state.phase("plan.counted")
-  _make_room(state, needed)
-  groups: list[steps.GroupPlan] = []
+  _make_room(state, [len(copied) + len(at) for copied, at, _ in demands])
   try:
     for group, demand in enumerate(demands):
       state.phase(f"plan.reserving_{group}")
-      groups.append(_group_plan(state, group, rows, writes, *demand))
+      plan.groups.append(_group_plan(state, plan, group, *demand))
     state.phase("plan.reserved")
   except BaseException:
-    for pool, taken in zip(state.pools, groups, strict=False):
-      pool.give_back(taken.pages)
+    give_back(state, plan)
     raise
-  state.rows.in_step[rows] = True
-  state.open_plan = steps.StepPlan(
-    sequences=batch.sequences,
-    rows=rows,
-    starts=starts,
-    counts=counts,
-    ends=ends,
-    writes=writes,
-    groups=tuple(groups),
-    num_tokens=int(counts.sum()),
-    has_hidden=bool((writes > starts).any()),
-  )
-  return state.open_plan
+  arrays.in_step[rows] = True
+  state.open_plan = plan
+  return plan
 
 
 def give_back(state: state_lib.State, plan: steps.StepPlan) -> None:
   """Returns a step's reserved pages."""
-  for pool, group in zip(state.pools, plan.groups, strict=True):
+  for pool, group in zip(state.pools, plan.groups, strict=False):
     pool.give_back(group.pages)
 
 
-def _check_rows(
-  state: state_lib.State,
-  rows: np.ndarray,
-  starts: np.ndarray,
-  ends: np.ndarray,
-  counts: np.ndarray,
+def _check_known(
+  state: state_lib.State, rows: np.ndarray, starts: np.ndarray, ends: np.ndarray
 ) -> None:
-  if not len(rows) or counts.min() < 1:
-    raise errors.BadStep(
-      f"a step needs members, of one row or more each: {counts.tolist()}"
-    )
   beyond = ends > state.rows.num_tokens[rows]
-  if beyond.any():
+  if np.count_nonzero(beyond):
     at = int(beyond.argmax())
     raise errors.BadStep(
       f"rows {starts[at]}..{ends[at] - 1} asked of a sequence of"
@@ -87,11 +81,7 @@ def _check_rows(
 
 
 def _demand(
-  state: state_lib.State,
-  group: int,
-  rows: np.ndarray,
-  writes: np.ndarray,
-  ends: np.ndarray,
+  state: state_lib.State, plan: steps.StepPlan, group: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
   """Pages that one group must find (R5).
 
@@ -99,28 +89,36 @@ def _demand(
     Members whose last page must be copied; then, for each fresh page, its
     member and its column in the table.
   """
-  pool, arrays = state.pools[group], state.rows
-  size = pool.page_size
-  have = -(-writes // size)
-  fresh = -(-ends // size) - have
-  members = np.repeat(np.arange(len(rows)), fresh)
-  columns = have[members]
-  if len(members) and fresh.max() > 1:
-    columns = columns + np.arange(len(members))
+  size = state.pools[group].page_size
+  if plan.is_decode:
+    # At most one fresh page each, where the last one is full.
+    full = plan.writes % size == 0
+    if plan.has_hidden:
+      full &= plan.ends > plan.writes
+    members = full.nonzero()[0]
+    columns = plan.writes[members] // size
+  else:
+    have = -(-plan.writes // size)
+    fresh = -(-plan.ends // size) - have
+    members = np.repeat(np.arange(len(plan.rows)), fresh)
+    columns = have[members] + np.arange(len(members))
     columns -= (np.cumsum(fresh) - fresh)[members]
-  offsets = writes % size
-  suspects = (offsets > 0) & (ends > writes) & ~arrays.private[rows]
-  if not suspects.any():
-    return _NONE, members, columns
-  inside = np.flatnonzero(suspects)
-  at, offsets = rows[inside], offsets[inside]
-  pages = arrays.tables[group][at, writes[inside] // size]
+  copied = _shared_tails(state, plan, group) if plan.has_shared else _NONE
+  return copied, members, columns
+
+
+def _shared_tails(
+  state: state_lib.State, plan: steps.StepPlan, group: int
+) -> np.ndarray:
+  """The members whose partly filled last page is not theirs to write."""
+  pool, arrays = state.pools[group], state.rows
+  members, rows, pages = steps.shared_tails(plan, arrays, group)
   alone = (
-    (arrays.leased[group][at] == 0)
+    (arrays.leased[group][rows] == 0)
     & (pool.references[pages] == 1)
-    & (pool.valid_rows[pages] <= offsets)
+    & (pool.valid_rows[pages] <= plan.writes[members] % pool.page_size)
   )
-  return inside[~alone], members, columns
+  return members[~alone]
 
 
 def _make_room(state: state_lib.State, needed: list[int]) -> None:
@@ -157,9 +155,8 @@ def _make_room(state: state_lib.State, needed: list[int]) -> None:
 
 def _group_plan(
   state: state_lib.State,
+  plan: steps.StepPlan,
   group: int,
-  rows: np.ndarray,
-  writes: np.ndarray,
   copied: np.ndarray,
   members: np.ndarray,
   columns: np.ndarray,
@@ -168,11 +165,11 @@ def _group_plan(
   pages = pool.take(len(copied) + len(members))
   if not len(copied):
     return steps.GroupPlan(members, columns, pages, _NONE, _NONE)
-  tails = writes[copied] // pool.page_size
+  tails = plan.writes[copied] // pool.page_size
   return steps.GroupPlan(
     members=np.concatenate([copied, members]),
     columns=np.concatenate([tails, columns]),
     pages=pages,
-    copy_sources=state.rows.tables[group][rows[copied], tails],
-    copy_rows=writes[copied] % pool.page_size,
+    copy_sources=state.rows.pages_at(group, plan.rows[copied], tails),
+    copy_rows=plan.writes[copied] % pool.page_size,
   )

@@ -7,7 +7,6 @@ touches single sequences only where something other than growth happens.
 
 from collections.abc import Iterable
 from typing import Any
-from typing import NamedTuple
 
 import numpy as np
 
@@ -115,20 +114,33 @@ class Sequence:
     return self._rows.pages(row, group).copy()
 
 
-class Batch(NamedTuple):
+class Batch:
   """Open, distinct sequences, checked once and used for many steps.
 
   `KVAllocator.batch` makes one; it is refused once a member has been closed.
 
   Attributes:
     sequences: The members.
-    rows: int32 `[n]`, their rows.
+    rows: intp `[n]`, their rows.
     generations: int64 `[n]`, their generations.
+    ones: int32 `[n]`, a row each: what a decode step computes.
+    checked_at: `num_closed` when they were last seen to be open.
   """
 
-  sequences: tuple[Sequence, ...]
-  rows: np.ndarray
-  generations: np.ndarray
+  __slots__ = ("checked_at", "generations", "ones", "rows", "sequences")
+
+  def __init__(
+    self,
+    sequences: tuple[Sequence, ...],
+    rows: np.ndarray,
+    generations: np.ndarray,
+    checked_at: int,
+  ):
+    self.sequences = sequences
+    self.rows = rows
+    self.generations = generations
+    self.ones = np.ones(len(rows), np.int32)
+    self.checked_at = checked_at
 
 
 class SequenceRows:
@@ -150,6 +162,7 @@ class SequenceRows:
     leased: int32 per group, the page it reads rows of by lease, or 0; that page
       is in its table too, and is copied before the next write.
     generations: int64, odd while the row is open.
+    num_closed: sequences closed so far.
     versions: int64, see `Sequence.table_version`.
     keys: per row, the int32 index keys of its tokens: the row of `tokens`, or a
       copy with side inputs put in.
@@ -168,6 +181,7 @@ class SequenceRows:
       np.zeros((max_sequences, width), np.int32)
       for width in layout.pages_for(max_length)
     )
+    self.table_widths = layout.pages_for(max_length)
     self.num_tokens = np.zeros(max_sequences, np.int32)
     self.length = np.zeros(max_sequences, np.int32)
     self.present = np.zeros(max_sequences, np.int32)
@@ -181,7 +195,11 @@ class SequenceRows:
     self.generations = np.zeros(max_sequences, np.int64)
     self.versions = np.zeros(max_sequences, np.int64)
     self.has_own_keys = np.zeros(max_sequences, np.bool_)
-    self._stamp = np.zeros(max_sequences, np.int32)
+    self._num_own_keys = 0
+    self._stamp = np.zeros(max_sequences, np.intp)
+    self.num_closed = 0
+    self._flat_tokens = self.tokens.reshape(-1)
+    self._flat_tables = tuple(table.reshape(-1) for table in self.tables)
     self.keys = list(self.tokens)
     self.table_rows = tuple(list(table) for table in self.tables)
     self.sequences: list[Sequence | None] = [None] * max_sequences
@@ -203,21 +221,24 @@ class SequenceRows:
       SequenceClosed, DeviceLost, BadStep.
     """
     sequences = tuple(members)
-    rows = np.array([each.row_or_closed for each in sequences], np.int32)
+    rows = np.array([each.row_or_closed for each in sequences], np.intp)
     if len(rows):
-      if rows.min() < 0:
+      if np.minimum.reduce(rows) < 0:
         _ = [each.row for each in sequences]  # Raises for the closed one.
-      order = np.arange(len(rows), dtype=np.int32)
+      order = np.arange(len(rows))
       self._stamp[rows] = order
-      if (self._stamp[rows] != order).any():
+      if np.count_nonzero(self._stamp[rows] != order):
         raise errors.BadStep("a sequence is named twice in one batch")
-    return Batch(sequences, rows, self.generations[rows])
+    return Batch(sequences, rows, self.generations[rows], self.num_closed)
 
   def check_batch(self, batch: Batch) -> None:
     """Refuses a batch with a member that was closed since it was made."""
-    if (self.generations[batch.rows] != batch.generations).any():
+    if batch.checked_at == self.num_closed:
+      return
+    if np.count_nonzero(self.generations[batch.rows] != batch.generations):
       _ = [each.row for each in batch.sequences]
       raise errors.SequenceClosed("the batch is of another allocator")
+    batch.checked_at = self.num_closed
 
   def take(self) -> Sequence:
     """A new sequence in a free row.
@@ -245,10 +266,12 @@ class SequenceRows:
     self.present[row] = self.published[row] = 0
     self.growing[row] = self.private[row] = self.in_step[row] = False
     self.generations[row] += 1
+    self.num_closed += 1
     self.versions[row] = 0
     if self.has_own_keys[row]:
       self.keys[row] = self.tokens[row]
       self.has_own_keys[row] = False
+      self._num_own_keys -= 1
     self.sequences[row] = None
     sequence.row_or_closed = -1
     sequence.root = sequence.node = sequence.lease_node = None
@@ -267,17 +290,43 @@ class SequenceRows:
     self.keys[row] = np.empty(self.max_length, np.int32)
     self.keys[row][: len(keys)] = keys
     self.has_own_keys[row] = True
+    self._num_own_keys += 1
 
-  def append(
-    self, rows: np.ndarray, known: np.ndarray, tokens: np.ndarray
-  ) -> None:
-    """Makes each row know one token more than it knew."""
-    self.tokens[rows, known] = tokens
+  def append(self, rows: np.ndarray, tokens: np.ndarray) -> None:
+    """Makes each row know one token more than it knew.
+
+    Raises:
+      PromptTooLong: Where a row is full; nothing was added.
+    """
+    known = self.num_tokens[rows]
+    if np.count_nonzero(known >= self.max_length):
+      raise errors.PromptTooLong(
+        f"a sequence has max_length={self.max_length} tokens already"
+      )
+    # One flat index costs a quarter of a pair of indices.
+    self._flat_tokens[rows * self.max_length + known] = tokens
     self.num_tokens[rows] = known + 1
-    if self.has_own_keys.any():
-      own = np.flatnonzero(self.has_own_keys[rows])
-      for i in own.tolist():
+    if self._num_own_keys:
+      for i in np.flatnonzero(self.has_own_keys[rows]).tolist():
         self.keys[rows[i]][known[i]] = tokens[i]
+
+  def tokens_at(self, rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """`tokens[rows, positions]`."""
+    return self._flat_tokens[rows * self.max_length + positions]
+
+  def pages_at(
+    self, group: int, rows: np.ndarray, columns: np.ndarray
+  ) -> np.ndarray:
+    """`tables[group][rows, columns]`."""
+    width = self.tables[group].shape[1]
+    return self._flat_tables[group][rows * width + columns]
+
+  def set_pages_at(
+    self, group: int, rows: np.ndarray, columns: np.ndarray, pages: np.ndarray
+  ) -> None:
+    """`tables[group][rows, columns] = pages`."""
+    width = self.tables[group].shape[1]
+    self._flat_tables[group][rows * width + columns] = pages
 
   def num_pages(self, row: int, group: int) -> int:
     """Pages in a row's table of one group."""

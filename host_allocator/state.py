@@ -109,7 +109,7 @@ class State:
   @property
   def table_widths(self) -> tuple[int, ...]:
     """Pages a sequence can have, per group."""
-    return tuple(table.shape[1] for table in self.rows.tables)
+    return self.rows.table_widths
 
   def phase(self, name: str) -> None:
     """Marks a point at which the transaction under way may still fail."""

@@ -12,6 +12,7 @@ is computed for its logits only, and written to the null page.
 """
 
 import dataclasses
+import functools
 
 import numpy as np
 
@@ -28,9 +29,9 @@ class GroupPlan:
   first the copies' destinations, then the fresh pages.
   """
 
-  members: np.ndarray  # int32 [m], indices into the batch
-  columns: np.ndarray  # int32 [m]
-  pages: np.ndarray  # int32 [m], reserved
+  members: np.ndarray  # intp [m], indices into the batch
+  columns: np.ndarray  # [m]
+  pages: np.ndarray  # intp [m], reserved
   copy_sources: np.ndarray  # int32 [c]
   copy_rows: np.ndarray  # int32 [c]
 
@@ -51,14 +52,15 @@ class StepPlan:
 
   Attributes:
     sequences: The members.
-    rows: int32 `[n]`, their rows.
+    rows: intp `[n]`, their rows.
     starts: int32 `[n]`, first row each computes.
     counts: int32 `[n]`, rows each computes.
     ends: int32 `[n]`, `starts + counts`.
     writes: int32 `[n]`, first row each writes to a page.
-    groups: Per cache group.
     num_tokens: Rows computed in all.
+    groups: Per cache group.
     has_hidden: Whether a row is computed that is not written: see above.
+    has_shared: Whether a member's last page may be somebody else's too.
     cancelled: Members to be closed when the step ends.
   """
 
@@ -68,9 +70,10 @@ class StepPlan:
   counts: np.ndarray
   ends: np.ndarray
   writes: np.ndarray
-  groups: tuple[GroupPlan, ...]
   num_tokens: int
-  has_hidden: bool
+  groups: list[GroupPlan] = dataclasses.field(default_factory=list)
+  has_hidden: bool = False
+  has_shared: bool = False
   cancelled: list[sequences_lib.Sequence] = dataclasses.field(
     default_factory=list
   )
@@ -88,9 +91,28 @@ class StepPlan:
     destination is never a source.
     """
     return tuple(
-      (group.copy_sources, group.pages[: group.num_copies], group.copy_rows)
+      (
+        group.copy_sources,
+        group.pages[: group.num_copies].astype(np.int32),
+        group.copy_rows,
+      )
       for group in self.groups
     )
+
+
+def shared_tails(
+  plan: StepPlan, rows: sequences_lib.SequenceRows, group: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+  """Members that write on in a page not known to be theirs alone.
+
+  Returns:
+    The members, their rows, and those pages.
+  """
+  size = rows.page_sizes[group]
+  inside = (plan.writes % size != 0) & (plan.ends > plan.writes)
+  members = (inside & ~rows.private[plan.rows]).nonzero()[0]
+  at = plan.rows[members]
+  return members, at, rows.pages_at(group, at, plan.writes[members] // size)
 
 
 def pack(
@@ -110,56 +132,94 @@ def pack(
     ShapeOverflow: Where the step does not fit the shape.
     LayoutError: Where the widths are not the cache's.
   """
-  num_sequences, num_tokens = len(plan.rows), plan.num_tokens
   _check_fits(plan, rows, packing)
   buffer = np.empty(packing.size, np.int32)
-  if num_tokens == num_sequences:
-    member, positions = slice(None), plan.starts
+  num_sequences, slices = len(plan.rows), packing.slices
+  if plan.is_decode:
+    member, positions = np.arange(num_sequences), plan.starts
+    head = _decode_head(packing, num_sequences)
+    buffer[: len(head)] = head
   else:
-    member = np.repeat(np.arange(num_sequences, dtype=np.int32), plan.counts)
-    first = np.cumsum(plan.counts, dtype=np.int32) - plan.counts
-    positions = np.arange(num_tokens, dtype=np.int32)
-    positions += (plan.starts - first)[member]
-  token_rows = plan.rows[member]
-  _fill(packing, buffer, "tokens", rows.tokens[token_rows, positions])
-  _fill(packing, buffer, "positions", positions)
-  sequence_rows = packing.field(buffer, "sequence_rows")
-  sequence_rows[num_tokens:] = packing.shape.num_sequences
-  if num_tokens == num_sequences:
-    sequence_rows[:num_tokens] = np.arange(num_tokens)
-  else:
-    sequence_rows[:num_tokens] = member
-  _fill(packing, buffer, "context_lens", plan.ends)
-  query_starts = packing.field(buffer, "query_starts")
-  query_starts[0] = 0
-  np.cumsum(plan.counts, out=query_starts[1 : num_sequences + 1])
-  query_starts[num_sequences + 1 :] = num_tokens
-  _fill(packing, buffer, "logit_rows", query_starts[1 : num_sequences + 1] - 1)
-  hidden = None
-  if plan.has_hidden:
-    hidden = positions < plan.writes[member]
+    member, positions = _members(plan)
+    _fill_ragged(packing, buffer, plan, member)
+  count = len(member)
+  buffer[slices["tokens", None]][:count] = rows.tokens_at(
+    plan.rows if plan.is_decode else plan.rows[member], positions
+  )
+  buffer[slices["positions", None]][:count] = positions
+  buffer[slices["context_lens", None]][:num_sequences] = plan.ends
   for index, group in enumerate(plan.groups):
     table = packing.field(buffer, "page_table", index)
-    np.take(
-      rows.tables[index],
-      plan.rows,
-      axis=0,
-      out=table[:num_sequences],
-      mode="clip",
-    )
-    table[num_sequences:] = 0
-    table[group.members, group.columns] = group.pages
+    _fill_table(table, rows.tables[index], plan, group)
     page_size = rows.page_sizes[index]
-    columns = positions // page_size
-    if num_tokens == num_sequences:
-      pages = table[np.arange(num_sequences), columns]
-    else:
-      pages = table[member, columns]
-    slots = pages * page_size + (positions - columns * page_size)
-    if hidden is not None:
-      slots[hidden] = 0
-    _fill(packing, buffer, "slots", slots, index)
+    # Rows of a C-ordered table, by one flat index.
+    pages = table.reshape(-1)[member * table.shape[1] + positions // page_size]
+    slots = buffer[slices["slots", index]]
+    slots[count:] = 0
+    np.add(pages * page_size, positions % page_size, out=slots[:count])
+    if plan.has_hidden:
+      slots[:count][positions < plan.writes[member]] = 0
   return buffer
+
+
+@functools.lru_cache(maxsize=256)
+def _decode_head(packing: tables.Packing, num_sequences: int) -> np.ndarray:
+  """What every decode step of so many sequences says before its tables.
+
+  All that is left to fill in are tokens, positions and context lengths.
+  """
+  first_table = packing.offsets["slots", 0]
+  head = np.zeros(first_table, np.int32)
+  order = np.arange(num_sequences, dtype=np.int32)
+  _fill(packing, head, "sequence_rows", order, packing.shape.num_sequences)
+  _fill(packing, head, "query_starts", order, num_sequences)
+  _fill(packing, head, "logit_rows", order, 0)
+  head.flags.writeable = False
+  return head
+
+
+def _fill_ragged(
+  packing: tables.Packing,
+  buffer: np.ndarray,
+  plan: StepPlan,
+  member: np.ndarray,
+) -> None:
+  """Fills what depends on how many rows each sequence computes."""
+  buffer[: packing.offsets["slots", 0]] = 0
+  starts = np.concatenate([[0], np.cumsum(plan.counts)])
+  _fill(packing, buffer, "sequence_rows", member, packing.shape.num_sequences)
+  _fill(packing, buffer, "query_starts", starts, plan.num_tokens)
+  _fill(packing, buffer, "logit_rows", starts[1:] - 1, 0)
+
+
+def _fill(
+  packing: tables.Packing,
+  buffer: np.ndarray,
+  name: str,
+  values: np.ndarray,
+  padding: int,
+) -> None:
+  field = buffer[packing.slices[name, None]]
+  field[: len(values)] = values
+  field[len(values) :] = padding
+
+
+def _members(plan: StepPlan) -> tuple[np.ndarray, np.ndarray]:
+  """Of each token row, its sequence's place in the batch and its position."""
+  member = np.repeat(np.arange(len(plan.rows)), plan.counts)
+  first = np.cumsum(plan.counts) - plan.counts
+  return member, np.arange(plan.num_tokens) + (plan.starts - first)[member]
+
+
+def _fill_table(
+  table: np.ndarray, rows: np.ndarray, plan: StepPlan, group: GroupPlan
+) -> None:
+  """Gathers the members' rows and puts in what the step has reserved."""
+  count = len(plan.rows)
+  np.take(rows, plan.rows, axis=0, out=table[:count], mode="clip")
+  table[count:] = 0
+  if len(group.pages):
+    table[group.members, group.columns] = group.pages
 
 
 def _check_fits(
@@ -177,20 +237,8 @@ def _check_fits(
       f"{plan.num_tokens} tokens of {num_sequences} sequences do not fit the"
       f" decode shape {shape}"
     )
-  widths = tuple(table.shape[1] for table in rows.tables)
-  if packing.table_widths != widths:
+  if packing.table_widths != rows.table_widths:
     raise errors.LayoutError(
-      f"table widths {packing.table_widths} are not the cache's {widths}"
+      f"table widths {packing.table_widths} are not the cache's"
+      f" {rows.table_widths}"
     )
-
-
-def _fill(
-  packing: tables.Packing,
-  buffer: np.ndarray,
-  name: str,
-  values: np.ndarray,
-  group: int | None = None,
-) -> None:
-  field = packing.field(buffer, name, group)
-  field[: len(values)] = values
-  field[len(values) :] = 0

@@ -79,6 +79,14 @@ class Packing:
     return offsets
 
   @functools.cached_property
+  def slices(self) -> dict[tuple[str, int | None], slice]:
+    """Where each field lies, flat, keyed by `(name, group)`."""
+    return {
+      key: slice(start, start + math.prod(self._shapes[key]))
+      for key, start in self.offsets.items()
+    }
+
+  @functools.cached_property
   def size(self) -> int:
     """Elements of the whole buffer."""
     return sum(math.prod(shape) for shape in self._shapes.values())
@@ -94,9 +102,8 @@ class Packing:
     Returns:
       The field, shaped; a view where `buffer` is a NumPy array.
     """
-    shape = self._shapes[name, group]
-    start = self.offsets[name, group]
-    return buffer[start : start + math.prod(shape)].reshape(shape)
+    key = name, group
+    return buffer[self.slices[key]].reshape(self._shapes[key])
 
 
 @functools.lru_cache(maxsize=64)

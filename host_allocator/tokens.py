@@ -7,6 +7,7 @@ import numpy as np
 
 from host_allocator import errors
 
+_INT32 = np.dtype(np.int32)
 _INT32_IDS = 2**31
 
 
@@ -36,23 +37,24 @@ def to_array(
     TokenOutOfRange: Naming the first bad id and the limit.
   """
   if isinstance(tokens, np.ndarray):
-    ids = _checked_dtype(tokens)
+    is_ready = tokens.dtype is _INT32 and tokens.ndim == 1
+    ids = tokens if is_ready else _checked_dtype(tokens)
   else:
     try:
       # Twice as fast as np.array on a list, and refuses fractions and strings.
-      ids = np.frombuffer(array.array("i", tokens), np.int32)
+      ids = np.frombuffer(array.array("i", tokens), _INT32)
     except OverflowError:
       ids = np.array(tokens, object)
     except TypeError as error:
       raise errors.TokenOutOfRange(
         f"tokens must be a flat list of whole numbers: {error}"
       ) from error
-  if ids.dtype == np.int32:
+  if ids.dtype is _INT32:
     # Negative ids are the largest of the unsigned ones.
-    if not len(ids) or ids.view(np.uint32).max() < token_limit:
+    if not len(ids) or np.maximum.reduce(ids.view(np.uint32)) < token_limit:
       return ids
   elif not len(ids) or 0 <= ids.min() <= ids.max() < token_limit:
-    return ids.astype(np.int32)
+    return ids.astype(_INT32)
   bad = next(i for i in ids.tolist() if not 0 <= i < token_limit)
   raise errors.TokenOutOfRange(
     f"token id {bad} is not within 0..{token_limit - 1}"
@@ -65,4 +67,4 @@ def _checked_dtype(tokens: np.ndarray) -> np.ndarray:
       "tokens must be a flat list of whole numbers, not"
       f" {tokens.dtype} of shape {tokens.shape}"
     )
-  return tokens if tokens.size else np.zeros(0, np.int32)
+  return tokens if tokens.size else np.zeros(0, _INT32)

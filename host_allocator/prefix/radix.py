@@ -139,17 +139,15 @@ class RadixIndex(forest.Forest):
         if sequence is not None:
           self._report_stored(sequence.node, start, stop)
     for group, pool in enumerate(self._pools):
-      if pool.page_size != self._bundle:
-        for row, start, stop in zip(
-          rows.tolist(), published.tolist(), num_tokens.tolist(), strict=True
-        ):
-          first, last = -(-start // pool.page_size), stop // pool.page_size
-          pool.publish(self._rows.table_rows[group][row][first:last])
-        continue
-      # A partial tail's page has its entry already.
-      fresh = published % pool.page_size == 0
-      columns = published // pool.page_size
-      pool.publish(self._rows.tables[group][rows[fresh], columns[fresh]])
+      size = pool.page_size
+      for step in range(self._bundle // size):
+        ends = num_tokens - step * size if step else num_tokens
+        at = rows
+        # A page that holds rows of a partial tail has its entry already.
+        fresh = published <= ends - size
+        if np.count_nonzero(fresh) < len(rows):
+          at, ends = rows[fresh], ends[fresh]
+        pool.publish(self._rows.pages_at(group, at, ends // size - 1))
     self._rows.published[rows] = num_tokens
 
   def _common(
