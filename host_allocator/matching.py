@@ -35,14 +35,25 @@ def match(state: state_lib.State, sequence: sequences.Sequence) -> int:
   if state.tail_policy == "full_pages":
     present = min(present, cap)
     present -= present % state.bundle
-  elif present % state.bundle and not _copy_fits(state, known, present):
-    present -= present % state.bundle
-  if present > rows.present[row]:
-    _take_over(state, sequence, found, present)
-    rows.length[row] = min(present, cap)
-    rows.present[row] = present
-    rows.private[row] = False
-    state.epoch += 1
+  if present <= rows.present[row]:
+    return found.num_tokens
+  start = int(rows.published[row])
+  start -= start % state.bundle
+  pages = _found_pages(state, found, start, present)
+  _pin(state, pages, start, present)
+  if present % state.bundle and not _copy_fits(state, known, present):
+    aligned = present - present % state.bundle
+    pages = _unpin(state, pages, start, present, aligned)
+    present = aligned
+    if present <= rows.present[row]:
+      _unpin(state, pages, start, present, start)
+      return found.num_tokens
+  _replace_table(state, row, pages, start, present)
+  state.index.settle(sequence, found, present)
+  rows.length[row] = min(present, cap)
+  rows.present[row] = present
+  rows.private[row] = False
+  state.epoch += 1
   return found.num_tokens
 
 
@@ -76,42 +87,77 @@ def keys_in_use(state: state_lib.State) -> Iterator[np.ndarray]:
       yield node.key[: state.index.end(node) - node.start]
 
 
+def _found_pages(
+  state: state_lib.State, found: base.PrefixMatch, start: int, present: int
+) -> list[np.ndarray]:
+  """A match's pages per group, from the bundle at `start` on."""
+  group_pages = []
+  for group, pool in enumerate(state.pools):
+    size, parts = pool.page_size, []
+    for node in found.path:
+      offset = node.start // size
+      stop = min(-(-present // size), -(-state.index.end(node) // size))
+      first = max(start // size - offset, 0)
+      parts.append(node.pages[group][first : stop - offset])
+    group_pages.append(parts[0] if len(parts) == 1 else np.concatenate(parts))
+  return group_pages
+
+
+def _pin(
+  state: state_lib.State, pages: list[np.ndarray], start: int, present: int
+) -> None:
+  """Holds whole pages, and leases one that matches in part."""
+  for pool, ids in zip(state.pools, pages, strict=True):
+    full = (present - start) // pool.page_size
+    pool.hold(ids[:full])
+    if full < len(ids):
+      pool.lease(ids[full:])
+
+
+def _unpin(
+  state: state_lib.State,
+  pages: list[np.ndarray],
+  start: int,
+  present: int,
+  aligned: int,
+) -> list[np.ndarray]:
+  """Lets go what was pinned past `aligned`; returns what is left."""
+  left = []
+  for pool, ids in zip(state.pools, pages, strict=True):
+    keep = (aligned - start) // pool.page_size
+    full = (present - start) // pool.page_size
+    pool.drop(ids[keep:full])
+    if full < len(ids):
+      pool.unlease(ids[full:])
+    left.append(ids[:keep])
+  return left
+
+
 def _copy_fits(state: state_lib.State, known: int, present: int) -> bool:
-  """Whether the rest of a prompt fits while its last page is only read.
+  """Whether the rest of a prompt fits while what matches is pinned.
 
   If not, whole bundles must do: the page to copy could be the one missing.
   """
-  for pool in state.pools:
-    rest = -(-known // pool.page_size) - present // pool.page_size
-    if present % pool.page_size and rest > pool.available - 1:
-      return False
-  return True
+  return all(
+    -(-known // pool.page_size) - present // pool.page_size <= pool.available
+    for pool in state.pools
+  )
 
 
-def _take_over(
+def _replace_table(
   state: state_lib.State,
-  sequence: sequences.Sequence,
-  found: base.PrefixMatch,
+  row: int,
+  pages: list[np.ndarray],
+  start: int,
   present: int,
 ) -> None:
-  """Puts a match's pages into the table in place of the sequence's own."""
-  row, rows = sequence.row, state.rows
-  start = int(rows.published[row])
-  start -= start % state.bundle
-  for group, pool in enumerate(state.pools):
-    size, table_row = pool.page_size, rows.table_rows[group][row]
-    first, full, last = start // size, present // size, -(-present // size)
-    own = table_row[first : rows.num_pages(row, group)].copy()
-    for node in found.path:
-      offset = node.start // size
-      column = max(offset, first)
-      stop = min(last, -(-state.index.end(node) // size))
-      ids = node.pages[group][column - offset : stop - offset]
-      table_row[column:stop] = ids
-    pool.hold(table_row[first:full])
-    if full < last:
-      pool.lease(table_row[full:last])
-    if len(own):
-      holding.drop(state, row, group, own)
-    rows.leased[group][row] = table_row[full] if full < last else 0
-  state.index.settle(sequence, found, present)
+  """Puts pinned pages into a table in place of the row's own."""
+  rows = state.rows
+  for group, (pool, ids) in enumerate(zip(state.pools, pages, strict=True)):
+    first, have = start // pool.page_size, rows.num_pages(row, group)
+    table_row = rows.table_rows[group][row]
+    if first < have:
+      holding.drop(state, row, group, table_row[first:have].copy())
+    table_row[first : first + len(ids)] = ids
+    is_leased = present % pool.page_size > 0
+    rows.leased[group][row] = ids[-1] if is_leased else 0

@@ -41,12 +41,10 @@ def _make_private(
 ) -> None:
   """Takes over the last pages that stay, and lets go those that were copied."""
   rows, pool, part = state.rows, state.pools[group], plan.groups[group]
-  _, _, pages = steps.shared_tails(plan, rows, group)
-  kept = pages[~np.isin(pages, part.copy_sources)]
-  pool.valid_rows[kept] = pool.page_size
-  for member, source in zip(
-    part.members[: part.num_copies].tolist(), part.copy_sources, strict=True
-  ):
+  members, _, pages = steps.shared_tails(plan, rows, group)
+  copied = part.members[: part.num_copies]
+  pool.valid_rows[pages[~np.isin(members, copied)]] = pool.page_size
+  for member, source in zip(copied.tolist(), part.copy_sources, strict=True):
     sequence = plan.sequences[member]
     row = sequence.row
     state.index.detach(sequence)
