@@ -17,8 +17,8 @@ class XlaTiles:
   """
 
   block_rows: int = 256
-  decode_sequences: int = 8
-  query_rows: int = 64
+  decode_sequences: int = 4
+  query_rows: int = 128
 
   def block_pages(self, page_size: int, width: int) -> int:
     """Pages of a block, of tables of `width` pages."""

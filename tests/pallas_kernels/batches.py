@@ -145,16 +145,17 @@ def paged(
     platform: whose page layout to use.
     tail: what table entries past a sequence's pages hold: "null", "largest"
       (the last page of the pool) or "other" (another sequence's page).
-    width: table entries a sequence; by default one more than the most used.
+    width: table entries a sequence; by default more than the most used.
     own_v_table: whether V lies in other pages than K.
-    spare_pages: pages that nobody owns.
+    spare_pages: pages that nobody owns, at least.
     poison: what rows that nobody owns hold.
     seed: of the permutation.
   """
   rng = np.random.default_rng(seed)
   used = [-(-length // batch.page_size) for length in batch.lengths]
-  width = max(used, default=0) + 1 if width is None else width
-  num_pages = 1 + sum(used) + spare_pages
+  # Rounded, so that batches of other lengths share a compiled function.
+  width = _round_up(max(used, default=0) + 1, 16) if width is None else width
+  num_pages = _round_up(1 + sum(used) + spare_pages, 32)
   arrays: dict[str, np.ndarray | None] = {"q": _cast(batch.q, batch.dtype)}
   for side, rows in (("k", batch.keys), ("v", batch.values)):
     if side == "k" or own_v_table:
@@ -168,6 +169,10 @@ def paged(
   arrays["query_positions"] = batch.positions
   arrays["key_starts"] = batch.key_starts
   return arrays
+
+
+def _round_up(value: int, multiple: int) -> int:
+  return -(-value // multiple) * multiple
 
 
 def _cast(x: np.ndarray, dtype: str) -> np.ndarray:

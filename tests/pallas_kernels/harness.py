@@ -118,12 +118,18 @@ def check(
   *,
   paging: dict[str, Any] | None = None,
   sinks: np.ndarray | None = None,
+  window: int | None = None,
   **options: Any,
 ) -> State:
-  """Runs a batch and holds it to the oracle within the dtype's tolerance."""
+  """Runs a batch and holds it to the oracle within the dtype's tolerance.
+
+  The window is traced, so that several share a compiled function.
+  """
   arrays = batches.paged(batch, implementation.platform, **(paging or {}))
-  out, lse = implementation.attend(arrays | {"sinks": sinks}, **options)
-  want = oracle.attention(batch, sinks=sinks, **options)
+  arrays["sinks"] = sinks
+  arrays["window"] = None if window is None else np.int32(window)
+  out, lse = implementation.attend(arrays, **options)
+  want = oracle.attention(batch, sinks=sinks, window=window, **options)
   error = oracle.relative_error(out, lse, want)
   assert error <= oracle.TOLERANCE[batch.dtype], f"{error=}"
   return out, lse
