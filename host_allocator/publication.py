@@ -18,6 +18,8 @@ def publish(state: state_lib.State, plan: steps.StepPlan) -> list[int]:
     Duplicate pages let go, per group (R11).
   """
   rows = state.rows
+  # A lease taken since the step was planned ends a last page's privacy, too.
+  plan.has_shared = np.count_nonzero(rows.private[plan.rows]) < len(plan.rows)
   for group, (pool, part) in enumerate(
     zip(state.pools, plan.groups, strict=True)
   ):
