@@ -38,10 +38,19 @@ def prompts():
 
 @pytest.fixture(scope="module")
 def expected_long(prompts):
-  """24 tokens after each prompt, by a dense cache."""
-  unrolled = testing.random_decoder(CONFIG)
-  dense = testing.DenseDecoder(unrolled, max_length=84)
-  return [tuple(dense.greedy(prompt, 24)) for prompt in prompts]
+  """24 tokens after each prompt, by a dense cache, a token at a time."""
+  dense = testing.DenseDecoder(testing.random_decoder(CONFIG), max_length=84)
+
+  def greedy(prompt):
+    dense.reset()
+    tokens = list(prompt)
+    while len(tokens) < len(prompt) + 24:
+      logits = dense.decode([tokens[dense.length]])
+      if dense.length == len(tokens):
+        tokens.append(int(logits[0].argmax()))
+    return tuple(tokens[len(prompt) :])
+
+  return [greedy(prompt) for prompt in prompts]
 
 
 @pytest.fixture(scope="module")
@@ -77,14 +86,14 @@ def check_whole(engine):
 @pytest.mark.parametrize(
   "options",
   [
-    {"page_size": 1, "num_pages": 512, "token_budget": 3, "max_sequences": 2},
     {},
     {"prefix_reuse": False},
     {"prefix_index": "hash_chain"},
     {"tail_policy": "full_pages"},
-    {"page_size": 16, "token_budget": 100, "max_sequences": 1},
-    {"page_size": 32, "token_budget": 7, "max_sequences": 2},
-    {"page_size": 128, "num_pages": 8, "max_sequences": 5},
+    {"page_size": 1, "num_pages": 512, "token_budget": 3, "max_sequences": 2},
+    {"page_size": 16, "token_budget": 64, "max_sequences": 1},
+    {"page_size": 32, "token_budget": 3, "max_sequences": 2},
+    {"page_size": 128, "num_pages": 16, "token_budget": 5, "max_sequences": 3},
   ],
   ids=lambda options: "-".join(f"{k}={v}" for k, v in options.items()),
 )
@@ -108,7 +117,7 @@ def test_greedy_tokens_do_not_depend_on_the_cache(
 
 def test_greedy_tokens_do_not_depend_on_arrivals(model, prompts, expected):
   rng = random.Random(1)
-  with make_engine(model, max_sequences=3) as engine:
+  with make_engine(model) as engine:
     submitted = {}
     left = set(range(len(prompts)))
     while left:
@@ -152,7 +161,7 @@ def test_draws_depend_on_the_seed_and_not_on_the_batch(model, prompts):
   ]
   with make_engine(model) as engine:
     together = outputs(engine.generate(prompts, params))
-  with make_engine(model, num_pages=17, token_budget=7) as engine:
+  with make_engine(model) as engine:
     alone = [
       engine.generate([prompt], own)[0].tokens
       for prompt, own in zip(prompts, params, strict=True)
@@ -176,7 +185,7 @@ def test_samples_are_forks_with_keys_of_their_own(model, prompts, expected):
   params = requests.SamplingParams(
     max_tokens=8, temperature=1.5, seed=4, n=4, ignore_eos=True
   )
-  with make_engine(model, max_sequences=3) as engine:
+  with make_engine(model) as engine:
     [completion] = engine.generate([prompts[2]], params)
     drawn = [output.tokens for output in completion.outputs]
     assert len(set(drawn)) == 4
@@ -192,6 +201,18 @@ def test_samples_are_forks_with_keys_of_their_own(model, prompts, expected):
 # Ends: tokens, lengths, cancels.
 
 
+class Letters:
+  """One letter per token, so that stop strings span tokens."""
+
+  eos_ids = ()
+
+  def encode(self, text):
+    return [ord(letter) - ord("!") for letter in text]
+
+  def decode(self, ids):
+    return "".join(chr(ord("!") + i) for i in ids)
+
+
 def test_a_stop_token_ends_a_sample_and_is_its_last(model, prompts, expected):
   stop = expected[0][4]
   cut = expected[0].index(stop) + 1
@@ -204,18 +225,25 @@ def test_a_stop_token_ends_a_sample_and_is_its_last(model, prompts, expected):
   assert completion.finish_reason is Reason.STOP_TOKEN
 
 
-def test_the_models_own_end_token_ends_a_sample(prompts, expected):
-  stop = expected[1][3]
-  ending = testing.random_decoder(testing.tiny_config(eos_ids=(stop,)))
-  params = requests.SamplingParams(max_tokens=12)
-  with make_engine(ending) as engine:
+def test_the_tokenizers_end_token_ends_a_sample(model, prompts, expected):
+  class Ending(Letters):
+    eos_ids = (expected[1][3],)
+
+  cut = expected[1].index(Ending.eos_ids[0]) + 1
+  with make_engine(model, tokenizer=Ending()) as engine:
+    params = requests.SamplingParams(max_tokens=12)
     [completion] = engine.generate(prompts[1:2], params)
-  assert completion.tokens == expected[1][: expected[1].index(stop) + 1]
-  assert completion.finish_reason is Reason.STOP_TOKEN
+    assert completion.tokens == expected[1][:cut]
+    assert completion.finish_reason is Reason.STOP_TOKEN
+    # The token that ends a text is no part of it.
+    assert completion.text == Letters().decode(expected[1][: cut - 1])
+    [completion] = engine.generate(prompts[1:2], GREEDY)
+    assert completion.tokens == expected[1]
 
 
 def test_the_end_of_the_context_ends_a_sample(model, prompts, expected):
-  with make_engine(model, max_length=36) as engine:
+  with make_engine(model) as engine:
+    engine._intake._max_length = 36
     [completion] = engine.generate(prompts[4:5], GREEDY)
     assert completion.finish_reason is Reason.LENGTH
     # 33 rows of prompt, three more: four tokens are drawn.
@@ -321,18 +349,6 @@ def test_closing_a_stream_cancels_its_request(model, prompts):
     check_whole(engine)
 
 
-class Letters:
-  """One letter per token, so that stop strings span tokens."""
-
-  eos_ids = ()
-
-  def encode(self, text):
-    return [ord(letter) - ord("!") for letter in text]
-
-  def decode(self, ids):
-    return "".join(chr(ord("!") + i) for i in ids)
-
-
 def test_a_stop_string_over_several_tokens_ends_the_text_before_it(
   model, prompts, expected
 ):
@@ -388,11 +404,12 @@ def test_bad_requests_are_refused_at_submit(
 
 
 def test_the_largest_request_that_fits_runs(model):
-  params = requests.SamplingParams(max_tokens=29, ignore_eos=True)
-  with make_engine(model, num_pages=16, max_length=200) as engine:
-    # 100 + 29 - 1 rows are 16 pages of 8.
-    [completion] = engine.generate([[1] * 100], params)
-    assert len(completion.tokens) == 29
+  params = requests.SamplingParams(max_tokens=13, ignore_eos=True)
+  with make_engine(model) as engine:
+    # 500 + 13 - 1 rows are all 64 pages of 8.
+    [completion] = engine.generate([[1] * 500], params)
+    assert len(completion.tokens) == 13
+    assert engine.stats.peak_pages == 64
     check_whole(engine)
 
 
@@ -553,7 +570,7 @@ def test_warm_up_compiles_all_there_is_to_compile(prompts, expected):
 
 
 def test_every_row_is_counted_once(model, prompts):
-  with make_engine(model, num_pages=32) as engine:
+  with make_engine(model) as engine:
     params = requests.SamplingParams(max_tokens=5, n=2, ignore_eos=True)
     engine.generate(prompts, params)
     stats = engine.stats
@@ -566,7 +583,7 @@ def test_every_row_is_counted_once(model, prompts):
     assert stats.requests == len(stats.finished) == len(prompts)
     assert len(stats.pool) == stats.steps
     for use in stats.pool:
-      assert use.live + use.evictable + use.free == 32
+      assert use.live + use.evictable + use.free == 64
     assert stats.peak_pages == max(use.live for use in stats.pool)
     for times in stats.finished:
       assert 0 < times.first_token_seconds <= times.finish_seconds
