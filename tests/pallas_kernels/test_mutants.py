@@ -123,8 +123,10 @@ MUTANTS = [
     "a chunk's spill left standing",
     "real = (token < starts[-1])",
     "real = (token <= token)",
-    lambda tests: tests.test_ragged_prefill_and_decode_together(
-      9, 3, 64, "float32"
+    lambda tests: (
+      tests.test_sinks_alone_are_the_state_of_a_query_that_sees_nothing(
+        [1, 13, 2]
+      )
     ),
   ),
   mutants.Mutant(
