@@ -84,6 +84,29 @@ def paged_attention(
   return out.astype(operands.q.dtype), lse
 
 
+def shared_bytes(
+  operands: operands_lib.Operands, options: operands_lib.Options
+) -> int:
+  """Shared memory that one block of a call's kernel takes.
+
+  Args:
+    operands: arrays, or `jax.ShapeDtypeStruct`s.
+    options: of the call.
+  """
+  from pallas_kernels.paged_attention import gpu_copies
+  from pallas_kernels.paged_attention import gpu_decode
+  from pallas_kernels.paged_attention import gpu_prefill
+  from pallas_kernels.paged_attention import gpu_tile
+
+  if operands.is_decode:
+    cut = gpu_tiles.decode_tiles(operands, options)
+    spec = gpu_tile.spec_of(operands, options, cut, workers=1)
+    return gpu_copies.shared_bytes(gpu_decode.scratch(spec, cut))
+  tiles = gpu_tiles.prefill_tiles(operands, options)
+  spec = gpu_tile.spec_of(operands, options, tiles, workers=tiles.warpgroups)
+  return gpu_copies.shared_bytes(gpu_prefill.scratch(spec))
+
+
 def bounds(
   operands: operands_lib.Operands,
   options: operands_lib.Options,

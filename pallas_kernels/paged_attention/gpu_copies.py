@@ -1,10 +1,12 @@
 """Pages on their way from the pool into shared memory."""
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -13,6 +15,7 @@ from pallas_kernels.paged_attention import gpu_tile
 from pallas_kernels.paged_attention import operands as operands_lib
 
 Ref = Any
+BARRIER_BYTES = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,6 +113,17 @@ def scratch(spec: gpu_tile.Spec) -> Tiles:
   )
 
 
+def shared_bytes(scratch: Any) -> int:
+  """Bytes of a kernel's scratch, barriers included."""
+  total = 0
+  for leaf in jax.tree.leaves(scratch):
+    if isinstance(leaf, plgpu.Barrier):
+      total += BARRIER_BYTES * int(np.prod(leaf.num_barriers))
+    else:
+      total += math.prod(leaf.shape) * jnp.dtype(leaf.dtype).itemsize
+  return total
+
+
 def page_ids(
   pages: Pages, sequence: jax.Array, step: jax.Array, *, spec: gpu_tile.Spec
 ) -> tuple[jax.Array, ...]:
@@ -205,11 +219,11 @@ def values(
     factors = gpu_tile.laid_out(
       tiles.v_scales.at[slot][...], gpu_tile.COLUMNS, spec
     )
-    factors = lax.broadcast_in_dim(factors, weights.shape, (1,))
-    row = gpu_tile.key_index(first_row, spec)
-    weights = jnp.where(
-      (row >= lo) & (row < hi), weights * factors, jnp.zeros_like(weights)
+    row = gpu_tile.column_index(first_row, spec)
+    factors = jnp.where(
+      (row >= lo) & (row < hi), factors, jnp.zeros_like(factors)
     )
+    weights = weights * lax.broadcast_in_dim(factors, weights.shape, (1,))
   # Narrowed before V is widened: both take registers.
   weights = weights.astype(spec.dtype)
   if spec.quantized:

@@ -54,23 +54,16 @@ def decode(
   rows = -(-group // 8) * 8
   grouped = operands.q.reshape(sequences, kv_heads, group, head_dim)
   grouped = jnp.pad(grouped, ((0, 0), (0, 0), (0, rows - group), (0, 0)))
-  out_dtype = spec.dtype if tiles.splits == 1 else jnp.float32
   cut = (tiles.splits, sequences, kv_heads)
   run = plgpu.kernel(
     functools.partial(_body, spec=spec, splits=tiles.splits, rows=rows),
     out_type=[
-      jax.ShapeDtypeStruct((*cut, rows, spec.v_head_dim), out_dtype),
+      jax.ShapeDtypeStruct(
+        (*cut, rows, spec.v_head_dim), _out_dtype(spec, tiles)
+      ),
       jax.ShapeDtypeStruct((*cut, gpu_tiles.QUERY_ROWS), jnp.float32),
     ],
-    scratch_types={
-      "q_s": gpu_tile.tiled((gpu_tiles.QUERY_ROWS,), head_dim, spec.dtype),
-      "out_s": gpu_tile.tiled(
-        (gpu_tiles.QUERY_ROWS,), spec.v_head_dim, out_dtype
-      ),
-      "lse_s": plgpu.SMEM((gpu_tiles.QUERY_ROWS,), jnp.float32),
-      "q_ready": plgpu.Barrier(num_barriers=1),
-      "tiles_s": gpu_copies.scratch(spec),
-    },
+    scratch_types=scratch(spec, tiles),
     grid=(kv_heads, sequences, tiles.splits),
     grid_names=("head", "sequence", "split"),
     compiler_params=plgpu.CompilerParams(
@@ -86,6 +79,25 @@ def decode(
   if tiles.splits == 1:
     return out[0], lse[0]
   return merge_api.merge_states(out, lse, implementation="xla")
+
+
+def scratch(
+  spec: gpu_tile.Spec, tiles: gpu_tiles.DecodeTiles
+) -> dict[str, Any]:
+  """What a block keeps in shared memory."""
+  team = (gpu_tiles.QUERY_ROWS,)
+  return {
+    "q_s": gpu_tile.tiled(team, spec.head_dim, spec.dtype),
+    "out_s": gpu_tile.tiled(team, spec.v_head_dim, _out_dtype(spec, tiles)),
+    "lse_s": plgpu.SMEM(team, jnp.float32),
+    "q_ready": plgpu.Barrier(num_barriers=1),
+    "tiles_s": gpu_copies.scratch(spec),
+  }
+
+
+def _out_dtype(spec: gpu_tile.Spec, tiles: gpu_tiles.DecodeTiles) -> Any:
+  """Partials stay float32 until they are merged."""
+  return spec.dtype if tiles.splits == 1 else jnp.float32
 
 
 def _body(

@@ -28,10 +28,10 @@ from pallas_kernels.paged_attention import gpu_tiles
 from pallas_kernels.paged_attention import operands as operands_lib
 
 Ref = Any
-# Registers of a thread, by role, where three warpgroups share 65,536: two
-# times 240 and 24 make 504 for each thread number, of 512.
-COMPUTE_REGISTERS = 240
-MEMORY_REGISTERS = 24
+# Registers of a thread that computes and of one that copies, where two of the
+# first and one of the second share 512.
+REGISTERS = (232, 40)
+WIDE_REGISTERS = (240, 24)
 
 
 def prefill(
@@ -74,7 +74,7 @@ def prefill(
       ),
       jax.ShapeDtypeStruct((*cut, tiles.query_rows), jnp.float32),
     ],
-    scratch_types=_scratch(spec),
+    scratch_types=scratch(spec),
     grid=cut,
     grid_names=("head", "tile"),
     num_threads=spec.workers + 1,
@@ -90,7 +90,8 @@ def prefill(
   return gpu_ragged.scatter(out, plan), gpu_ragged.scatter(lse, plan)
 
 
-def _scratch(spec: gpu_tile.Spec) -> dict[str, Any]:
+def scratch(spec: gpu_tile.Spec) -> dict[str, Any]:
+  """What a block keeps in shared memory."""
   team = (spec.workers, gpu_tiles.QUERY_ROWS)
   return {
     "q_s": gpu_tile.tiled(team, spec.head_dim, spec.dtype),
@@ -135,11 +136,13 @@ def _body(
   first = lax.div(lo, jnp.int32(spec.key_rows))
   last = lax.div(hi + (spec.key_rows - 1), jnp.int32(spec.key_rows))
   stages = jnp.int32(spec.stages)
+  wide = spec.v_head_dim > 128
+  compute_registers, memory_registers = WIDE_REGISTERS if wide else REGISTERS
 
   @pl.when(warpgroup == spec.workers)
   def _memory() -> None:
     if spec.workers > 1:
-      plgpu.set_max_registers(MEMORY_REGISTERS, action="decrease")
+      plgpu.set_max_registers(memory_registers, action="decrease")
 
     def fetch(step: jax.Array, _: None) -> None:
       slot = lax.rem(step - first, stages)
@@ -161,7 +164,7 @@ def _body(
   @pl.when(warpgroup < spec.workers)
   def _compute() -> None:
     if spec.workers > 1:
-      plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
+      plgpu.set_max_registers(compute_registers, action="increase")
     team = gpu_tile.Team(
       warpgroup, spec.workers, None if spec.workers == 1 else meeting
     )
@@ -171,8 +174,6 @@ def _body(
     plgpu.copy_gmem_to_smem(lo_g.at[tile, rows], lo_s.at[warpgroup], ready)
     plgpu.copy_gmem_to_smem(hi_g.at[tile, rows], hi_s.at[warpgroup], ready)
     plgpu.barrier_wait(ready)
-    row_lo = gpu_tile.laid_out(lo_s.at[warpgroup][...], gpu_tile.ROWS, spec)
-    row_hi = gpu_tile.laid_out(hi_s.at[warpgroup][...], gpu_tile.ROWS, spec)
 
     def step(index: jax.Array, state: gpu_tile.State) -> gpu_tile.State:
       slot = lax.rem(index - first, stages)
@@ -181,7 +182,9 @@ def _body(
       found = gpu_tile.logits(mine, k, k_scales, spec)
       found = lax.cond(
         (first_row < full_lo) | (first_row + spec.key_rows > full_hi),
-        lambda x: _masked(x, first_row, row_lo, row_hi, spec),
+        lambda x: _masked(
+          x, first_row, lo_s.at[warpgroup], hi_s.at[warpgroup], spec
+        ),
         lambda x: x,
         found,
       )
@@ -207,14 +210,19 @@ def _body(
 def _masked(
   found: jax.Array,  # float32 [64, key_rows]
   first_row: jax.Array,
-  row_lo: jax.Array,  # int32 [64]
-  row_hi: jax.Array,  # int32 [64]
+  lo_s: Ref,  # int32 [64]
+  hi_s: Ref,  # int32 [64]
   spec: gpu_tile.Spec,
 ) -> jax.Array:
   """Logits with -inf where a query does not see the key."""
   key = gpu_tile.key_index(first_row, spec)
-  lo = lax.broadcast_in_dim(row_lo, found.shape, (0,))
-  hi = lax.broadcast_in_dim(row_hi, found.shape, (0,))
+  # Read where they are used: kept, they would take registers.
+  lo, hi = (
+    lax.broadcast_in_dim(
+      gpu_tile.laid_out(bound[...], gpu_tile.ROWS, spec), found.shape, (0,)
+    )
+    for bound in (lo_s, hi_s)
+  )
   return jnp.where(
     (key >= lo) & (key < hi), found, jnp.full_like(found, -jnp.inf)
   )

@@ -21,3 +21,15 @@ class TestAttention(conformance.AttentionConformance):
 
 class TestMasks(conformance.MaskConformance):
   implementation = tpu_interpreter.implementation("eager")
+
+
+class TestUpdate(conformance.UpdateConformance):
+  implementation = tpu_interpreter.implementation("on_wait")
+
+
+class TestUpdateEager(conformance.UpdateConformance):
+  implementation = tpu_interpreter.implementation("eager")
+
+
+class TestMerge(conformance.MergeConformance):
+  implementation = tpu_interpreter.implementation("eager")
