@@ -107,12 +107,16 @@ class Packing:
 
 
 @functools.lru_cache(maxsize=64)
+# A shape of its own for few sequences must save more than it costs to compile.
+_FEW_SEQUENCES = 4
+
+
 def step_shapes(max_tokens: int, max_sequences: int) -> tuple[StepShape, ...]:
   """The buckets of a cache, at most 16, by ascending cost.
 
   Sizes are halvings of the largest.  Decode shapes `(S, S)` halve the
-  sequences; prefill shapes `(T, S)` halve the token rows, once at few
-  sequences (an almost idle cache) and once at all of them.
+  sequences; prefill shapes `(T, S)` halve the token rows, at all sequences and,
+  where these are many, once more at few (an almost idle cache).
 
   Args:
     max_tokens: Most token rows of one step.
@@ -130,7 +134,8 @@ def step_shapes(max_tokens: int, max_sequences: int) -> tuple[StepShape, ...]:
   shapes = {StepShape(size, size) for size in decode}
   # A step that is not decode has more token rows than sequences.
   most = min(max_sequences, max_tokens - 1)
-  for sequences in {min(4, most), most} - {0}:
+  few = _FEW_SEQUENCES if most > 2 * _FEW_SEQUENCES else most
+  for sequences in {few, most} - {0}:
     for tokens in _halvings(max_tokens, sequences + 1, steps=5):
       shapes.add(StepShape(tokens, sequences))
   return tuple(sorted(shapes, key=lambda x: (x.num_tokens, x.num_sequences)))
