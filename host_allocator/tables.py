@@ -23,6 +23,8 @@ import numpy as np
 from host_allocator import errors
 
 MAX_STEP_SHAPES = 16
+# A shape of its own for few sequences must save more than it costs to compile.
+_FEW_SEQUENCES = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,10 +109,6 @@ class Packing:
 
 
 @functools.lru_cache(maxsize=64)
-# A shape of its own for few sequences must save more than it costs to compile.
-_FEW_SEQUENCES = 4
-
-
 def step_shapes(max_tokens: int, max_sequences: int) -> tuple[StepShape, ...]:
   """The buckets of a cache, at most 16, by ascending cost.
 
