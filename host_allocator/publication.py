@@ -29,6 +29,9 @@ def publish(state: state_lib.State, plan: steps.StepPlan) -> list[int]:
       pool.commit(part.pages)
       at = plan.rows[part.members]
       rows.set_pages_at(group, at, part.columns, part.pages)
+  if plan.has_shared:  # One new version, however many groups copied.
+    copied = [part.members[: part.num_copies] for part in plan.groups]
+    rows.versions[plan.rows[np.unique(np.concatenate(copied))]] += 1
   rows.length[plan.rows] = plan.ends
   rows.present[plan.rows] = plan.ends
   if plan.has_hidden:  # Who wrote nothing still shares its last page.
@@ -55,7 +58,6 @@ def _make_private(
       pool.unlease(np.array([source]))
     else:
       pool.drop(np.array([source]))
-    rows.versions[row] += 1
     sequence.lease_node = None
 
 
