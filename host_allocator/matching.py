@@ -37,6 +37,7 @@ def match(state: state_lib.State, sequence: sequences.Sequence) -> int:
     present -= present % state.bundle
   if present <= rows.present[row]:
     return found.num_tokens
+  holding.note_valid_rows(state, row)
   start = int(rows.published[row])
   start -= start % state.bundle
   pages = _found_pages(state, found, start, present)
@@ -48,11 +49,11 @@ def match(state: state_lib.State, sequence: sequences.Sequence) -> int:
     if present <= rows.present[row]:
       _unpin(state, pages, start, present, start)
       return found.num_tokens
+  state.index.detach(sequence)
   _replace_table(state, row, pages, start, present)
   state.index.settle(sequence, found, present)
   rows.length[row] = min(present, cap)
   rows.present[row] = present
-  rows.private[row] = False
   state.epoch += 1
   return found.num_tokens
 

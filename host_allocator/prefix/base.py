@@ -204,7 +204,7 @@ class PrefixIndex(abc.ABC):
     """Makes the first `num_tokens` of a match the sequence's own place.
 
     Counts the use, splits the last node where the match ends inside it, and
-    points the sequence at its place.
+    points the sequence at its place. The sequence has been detached.
     """
 
   @abc.abstractmethod

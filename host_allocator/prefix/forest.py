@@ -337,19 +337,27 @@ class Forest(base.PrefixIndex):
       differ = np.flatnonzero(own != kept)
       counts.append(len(differ))
       for i in differ.tolist():
-        self._replace(group, first + i, int(own[i]), int(kept[i]))
+        self._replace(row, group, first + i, int(own[i]), int(kept[i]))
     return counts
 
-  def _replace(self, group: int, column: int, page: int, kept: int) -> None:
-    """Points every table that holds `page` at `kept`, then lets it go."""
+  def _replace(
+    self, row: int, group: int, column: int, page: int, kept: int
+  ) -> None:
+    """Points a table, and every other that holds `page`, at `kept`.
+
+    A page that is also published on another path, whose bundle begins with the
+    same tokens, is no duplicate there and stays in the others' tables.
+    """
     pool, table = self._pools[group], self._rows.tables[group]
-    holders = np.flatnonzero(table[:, column] == page)
-    holders = holders[self._rows.leased[group][holders] != page]
-    for row in holders.tolist():
-      table[row, column] = kept
-      self._rows.versions[row] += 1
-      pool.hold(np.array([kept], np.int32))
-      pool.drop(np.array([page], np.int32))
+    holders = np.array([row])
+    if pool.references[page] > 1 and not pool.entries[page]:
+      holders = np.flatnonzero(table[:, column] == page)
+      holders = holders[self._rows.leased[group][holders] != page]
+    for holder in holders.tolist():
+      table[holder, column] = kept
+      self._rows.versions[holder] += 1
+      pool.hold(np.array([kept]))
+      pool.drop(np.array([page]))
 
 
 def compact(view: np.ndarray) -> np.ndarray:

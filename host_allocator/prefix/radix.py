@@ -61,7 +61,6 @@ class RadixIndex(forest.Forest):
   ) -> None:
     """Makes the first `num_tokens` of a match the sequence's own place."""
     self._clock += 1
-    self.detach(sequence)
     aligned = num_tokens - num_tokens % self._bundle
     path = [node for node in match.path if node.start < num_tokens]
     last = path[-1]
