@@ -187,7 +187,8 @@ def _audit_valid_rows(state: state_lib.State, group: int) -> list[str]:
       )
   findings = []
   for viewer, pages, num_rows in views:
-    if len(pages):
+    # Pages outside the pool are found with the references.
+    if len(pages) and pages.max() <= pool.num_pages:
       shown = _rows_shown(pool, len(pages), num_rows)
       for page in pages[valid_rows[pages] < shown].tolist():
         findings.append(
@@ -237,14 +238,14 @@ def _audit_tree(state: state_lib.State) -> list[str]:
       parent_end = state.index.end(node.parent)
       if node.start != parent_end or node.start % size or end <= node.start:
         findings.append(f"a node covers {node.start}..{end} after {parent_end}")
+      first = node.key[: min(size, end - node.start)].tobytes()
+      if node.parent.children.by_key.get(first) is not node:
+        findings.append(f"a node at {node.start} is filed under another key")
       if node.children is not None:
         if not node.children or end % size:
           findings.append(f"a node that ends at {end} has a children's list")
         firsts = [bytes(key) for key in node.children.by_key]
-        for key, child in node.children.by_key.items():
-          count = min(size, state.index.end(child) - child.start)
-          if child.key[:count].tobytes() != key:
-            findings.append(f"a child at {end} is filed under another key")
+        for key in firsts:
           if any(o != key and o.startswith(key) for o in firsts):
             findings.append(f"a child at {end} is part of its sibling")
       if node.owner >= 0 and (
