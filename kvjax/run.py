@@ -9,7 +9,6 @@ stderr and with exit status 2.
 import difflib
 import importlib
 import pathlib
-import pkgutil
 import re
 import runpy
 import sys
@@ -41,9 +40,8 @@ _COMPILED = flags.DEFINE_string(
 )
 
 _OVERRIDE = re.compile(r"^--?(?:no)?config\.([^=]+)(?:=.*)?$", re.DOTALL)
+_RUN = re.compile(r"^def run\(", re.MULTILINE)
 _CONFIG_FILE = re.compile(r"^--?config(?:=(.*))?$")
-# Modules of kvjax.experiments that are no experiment of their own.
-_NOT_EXPERIMENTS = ("common", "dense_baseline", "prompts", "serving")
 
 
 class UsageError(Exception):
@@ -97,9 +95,14 @@ def keep_compiled(folder: pathlib.Path) -> None:
 
 def experiment_names() -> tuple[str, ...]:
   """Returns the names that `config.experiment` may have, sorted."""
-  modules = pkgutil.iter_modules(experiments.__path__)
+  folder = pathlib.Path(experiments.__file__).parent
+  # Not imported to find out: some need what is not installed everywhere.
   return tuple(
-    sorted(m.name for m in modules if m.name not in _NOT_EXPERIMENTS)
+    sorted(
+      path.stem
+      for path in folder.glob("*.py")
+      if _RUN.search(path.read_text(encoding="utf-8"))
+    )
   )
 
 
