@@ -1,7 +1,12 @@
 """§0x07, §0x09B: how many rows a prompt is spared, and what is left to do."""
 
+import dataclasses
+
 import pytest
 
+from host_allocator import errors
+from host_allocator.prefix import hash_chain
+from host_allocator.prefix import side_inputs
 from tests.article import driver
 
 PROMPT = list(range(100, 150))
@@ -90,3 +95,205 @@ def test_row_copies_spare_the_same_at_every_page_size(page_size):
     for prompt in (PROMPT[:25], PROMPT[:16])
   ]
   assert [sequence.matched_tokens for sequence in found] == [24, 15]
+
+
+@pytest.fixture(params=["radix", "hash_chain"])
+def cached(request):
+  """An allocator that has PROMPT, closed, and nothing else."""
+  allocator = driver.make(
+    driver.two_groups(),
+    16,
+    prefix_index=request.param,
+    vocab_size=1000,
+    record_digests=True,
+  )
+  allocator.close(driver.prefilled(allocator, PROMPT, adapter="a", salt="s"))
+  return allocator
+
+
+MATCHING = {"adapter": "a", "salt": "s"}
+
+
+def test_the_receipt_of_a_match_is_a_fact(cached):
+  sequence = cached.open(PROMPT, **MATCHING)
+  receipt = sequence.receipt
+  assert (receipt.prompt_tokens, receipt.semantic_tokens) == (50, 50)
+  assert (receipt.matched_tokens, receipt.recomputed_tokens) == (49, 1)
+  assert receipt.namespace == ""
+  for group, handles in enumerate(receipt.handles()):
+    assert [handle.page for handle in handles] == sequence.pages(group).tolist()
+    for handle in handles:
+      cached.check_handle(handle)
+  with pytest.raises(dataclasses.FrozenInstanceError):
+    receipt.matched_tokens = 50
+  with pytest.raises(ValueError, match="read-only"):
+    receipt.group_pages[0][0] = 1
+  with pytest.raises(ValueError, match="read-only"):
+    receipt.group_generations[0][0] = 1
+
+
+def side(offset, length, digest):
+  return side_inputs.SideInput(offset, length, digest)
+
+
+# An opening that must be refused, by what reason.
+REFUSED = {
+  "no tokens": ({"tokens": []}, "empty_prompt"),
+  "a negative token": ({"tokens": [5, -1]}, "token_out_of_range"),
+  "a token past the vocabulary": ({"tokens": [1000]}, "token_out_of_range"),
+  "a token past 32 bits": ({"tokens": [2**40]}, "token_out_of_range"),
+  "half a token": ({"tokens": [1.5]}, "token_out_of_range"),
+  "a word": ({"tokens": ["a"]}, "token_out_of_range"),
+  "a table of tokens": ({"tokens": [[1, 2]]}, "token_out_of_range"),
+  "too many tokens": ({"tokens": [1] * 257}, "prompt_too_long"),
+  "a revoked namespace": (
+    {"namespace": "revoked"},
+    "namespace_revoked",
+  ),
+  "a side input past the end": (
+    {"side_inputs": [side(49, 2, "x")]},
+    "bad_side_input",
+  ),
+  "a side input before the start": (
+    {"side_inputs": [side(-1, 2, "x")]},
+    "bad_side_input",
+  ),
+  "a side input of nothing": (
+    {"side_inputs": [side(3, 0, "x")]},
+    "bad_side_input",
+  ),
+  "a side input without identity": (
+    {"side_inputs": [side(3, 2, "")]},
+    "bad_side_input",
+  ),
+  "side inputs that overlap": (
+    {"side_inputs": [side(3, 4, "x"), side(6, 2, "y")]},
+    "bad_side_input",
+  ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_malformed_opening_is_refused_by_name(cached, name):
+  change, reason = REFUSED[name]
+  cached.revoke("revoked")
+  digest, epoch = cached.state_digest(), cached.epoch
+  with pytest.raises(errors.KVError) as caught:
+    cached.open(**{"tokens": PROMPT, **MATCHING, **change})
+  assert caught.value.reason == reason
+  assert cached.state_digest() == digest
+  assert cached.epoch == epoch
+  assert cached.audit() == ()
+
+
+def test_what_could_never_be_computed_is_refused():
+  small = driver.make(driver.one_group(), 3)
+  digest = small.state_digest()
+  with pytest.raises(errors.NeverFits, match="num_tokens=49"):
+    small.open(list(range(49)))
+  assert small.state_digest() == digest
+
+
+def test_one_sequence_too_many_is_refused(cached):
+  for _ in range(8):
+    cached.open([1])
+  digest = cached.state_digest()
+  with pytest.raises(errors.TooManySequences, match="max_sequences=8"):
+    cached.open([1])
+  assert cached.state_digest() == digest
+
+
+# Equal tokens that are another computation, or not there any more.
+MISSES = {
+  "another adapter": {"adapter": "b", "salt": "s"},
+  "no adapter": {"salt": "s"},
+  "another salt": {"adapter": "a", "salt": "t"},
+  "no salt": {"adapter": "a"},
+  "adapter and salt exchanged": {"adapter": "s", "salt": "a"},
+  "another tenant": {**MATCHING, "namespace": "tenant"},
+  "an image under the same tokens": {
+    **MATCHING,
+    "side_inputs": [side(0, 4, "image")],
+  },
+}
+
+
+@pytest.mark.parametrize("name", MISSES)
+def test_equal_tokens_of_another_computation_are_a_miss(cached, name):
+  assert cached.open(PROMPT, **MISSES[name]).matched_tokens == 0
+
+
+def test_an_image_ends_the_match_where_it_begins(cached):
+  found = cached.open(PROMPT, **MATCHING, side_inputs=[side(20, 4, "image")])
+  assert found.matched_tokens == 20
+  driver.compute(cached, found)
+  again = cached.open(PROMPT, **MATCHING, side_inputs=[side(20, 4, "image")])
+  other = cached.open(PROMPT, **MATCHING, side_inputs=[side(20, 4, "other")])
+  assert (again.matched_tokens, other.matched_tokens) == (49, 20)
+
+
+@pytest.mark.parametrize(
+  "forget",
+  [
+    lambda cached: cached.drop_index(),
+    lambda cached: cached.drop_index(""),
+    lambda cached: cached.poison(),
+  ],
+  ids=["new weights", "namespace dropped", "device lost"],
+)
+def test_what_was_forgotten_is_a_miss(cached, forget):
+  forget(cached)
+  assert cached.open(PROMPT, **MATCHING).matched_tokens == 0
+
+
+@pytest.mark.parametrize("end", ["plan", "abort", "cancel"])
+def test_rows_that_were_not_committed_are_a_miss(cached, end):
+  unborn = list(range(200, 250))
+  sequence = cached.open(unborn)
+  plan = cached.plan([(sequence, 50)])
+  if end == "abort":
+    cached.abort(plan)
+  elif end == "cancel":
+    cached.cancel(sequence)
+    cached.abort(plan)
+  assert cached.open(unborn).matched_tokens == 0
+
+
+def test_a_missing_ancestor_hides_what_hangs_on_it(cached):
+  """Equal tokens behind another beginning are another computation."""
+  found = cached.open([7, *PROMPT[1:]], **MATCHING)
+  assert found.matched_tokens == 0
+  shifted = cached.open(PROMPT[16:], **MATCHING)
+  assert shifted.matched_tokens == 0
+
+
+def test_a_receipt_of_recycled_pages_is_refused_and_nothing_opened(cached):
+  held = cached.open(PROMPT, **MATCHING)
+  receipt = held.receipt
+  cached.close(held)
+  cached.open(PROMPT[:48], **MATCHING, receipt=receipt)
+  for sequence in cached.rows.open_sequences():
+    cached.close(sequence)
+  driver.prefilled(cached, range(500, 756))
+  digest = cached.state_digest()
+  with pytest.raises(errors.StaleReceipt, match="recycled"):
+    cached.open(PROMPT, **MATCHING, receipt=receipt)
+  assert cached.state_digest() == digest
+
+
+def test_a_forced_collision_costs_a_miss_and_no_wrong_answer(monkeypatch):
+  """Every page has the same digest; the tokens are the witness."""
+  monkeypatch.setattr(
+    hash_chain.HashChainIndex.__init__,
+    "__kwdefaults__",
+    {"key_function": lambda parent, tokens, extras: b"same"},
+  )
+  allocator = driver.make(
+    driver.one_group(), 16, prefix_index="hash_chain", tail_policy="full_pages"
+  )
+  allocator.close(driver.prefilled(allocator, PROMPT))
+  other = [9, *PROMPT[1:]]
+  assert allocator.open(other).matched_tokens == 0
+  found = allocator.open(PROMPT)
+  assert found.matched_tokens in (0, 16, 32, 48)
+  assert allocator.audit() == ()
