@@ -1,0 +1,539 @@
+"""Both prefix indexes: what is found, shared, kept apart and given up."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from host_allocator import allocator
+from host_allocator import errors
+from host_allocator import identity
+from host_allocator import layout
+from host_allocator import telemetry
+from host_allocator.prefix import eviction
+from host_allocator.prefix import side_inputs
+
+A = list(range(100, 120))
+
+
+def node_count(cache):
+  return sum(len(list(cache.index.nodes(root))) for root in cache.index.roots())
+
+
+# Matching ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page_size", [1, 2, 4, 5])
+@pytest.mark.parametrize("shared", [1, 3, 4, 7, 8, 20])
+def test_rows_are_reused_to_the_token(indexed, page_size, shared):
+  b = indexed((page_size,))
+  b.store(A)
+  prompt = A[:shared] + [7] * 4
+  assert b.matched(prompt) == shared
+  b.open(prompt)
+
+
+@pytest.mark.parametrize("shared", [1, 3, 4, 7, 8, 20])
+def test_full_pages_reuses_whole_pages_only(indexed, shared):
+  b = indexed(tail_policy="full_pages")
+  b.store(A)
+  assert b.matched(A[:shared] + [7] * 4) == shared // 4 * 4
+  assert b.matched(A) == 16
+
+
+def test_unequal_pages_agree_on_whole_bundles(indexed):
+  b = indexed((2, 3), tail_policy="full_pages")
+  b.store(A)
+  assert b.matched([*A[:17], 7]) == 12
+
+
+def test_a_token_that_differs_ends_the_match_whatever_follows(indexed):
+  b = indexed(tail_policy="full_pages")
+  b.store(A)
+  assert b.matched([*A[:9], 0, *A[10:], 1]) == 8
+
+
+def test_a_partly_matching_page_is_read_until_it_is_copied(indexed):
+  b = indexed()
+  owner = b.open(A[:10])
+  reader = b.cache.open([*A[:10], 7, 7])
+  assert reader.matched_tokens == 10
+  page = owner.pages()[2]
+  assert b.cache.pools[0].leases[page] == 1
+  b.decode(owner, 50)
+  assert owner.pages()[2] == page
+  assert b.run(reader).copied_rows == (2,)
+  assert b.cache.pools[0].leases[page] == 0
+
+
+def test_a_partial_match_falls_back_when_its_page_is_the_one_missing(indexed):
+  b = indexed(num_pages=4)
+  b.store(A[:10])
+  sequence = b.cache.open([*A[:9], *[7] * 7])
+  assert sequence.matched_tokens == 8
+  b.run(sequence)
+
+
+def test_later_chunks_find_what_others_have_computed_meanwhile(indexed):
+  b = indexed()
+  follower = b.cache.open([*A, 7])
+  b.run((follower, 2))
+  leader = b.open(A)
+  assert b.cache.rematch(follower) == 18
+  assert b.cache.rematch(follower) == 0
+  assert follower.pages()[:5].tolist() == leader.pages().tolist()
+  b.run(follower)
+
+
+def test_pages_computed_side_by_side_become_one(indexed):
+  b = indexed()
+  one, two = b.cache.open(A), b.cache.open(A)
+  fork = b.cache.fork(two)
+  receipt = b.run(one, two)
+  assert receipt.released_duplicates == (5,)
+  assert one.pages().tolist() == two.pages().tolist()
+  b.cache.close(fork)
+  assert b.cache.usage()[0].live == 5
+
+
+def test_a_fork_is_pointed_at_the_kept_page_too(indexed):
+  b = indexed((2, 4))
+  keeper, late = b.cache.open(A[:8]), b.open(A[:5])
+  b.decode(late, A[5])
+  fork = b.cache.fork(late)
+  version = fork.table_version
+  b.run(keeper)
+  assert fork.pages()[2] != keeper.pages()[2]
+  b.decode(late, A[6], A[7])
+  assert late.pages().tolist() == keeper.pages().tolist()
+  assert fork.pages()[2] == keeper.pages()[2]
+  assert fork.table_version > version
+  b.decode(fork, 1, 2)
+
+
+def test_generated_tokens_can_be_matched_too(indexed):
+  b = indexed()
+  sequence = b.decode(b.open(A[:6]), *range(50, 56))
+  assert b.matched([*A[:6], *range(50, 56), 1]) == 12
+  b.cache.close(sequence)
+  assert b.matched([*A[:6], *range(50, 56), 1]) == 12
+
+
+def test_no_index_finds_nothing(bench):
+  b = bench(prefix_index=None)
+  b.store(A)
+  assert b.matched(A) == 0
+  assert b.cache.usage()[0].free == 32
+
+
+# Isolation ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+  ("mine", "theirs"),
+  [
+    ({"namespace": "a"}, {"namespace": "b"}),
+    ({"adapter": "x"}, {"adapter": "y"}),
+    ({"salt": "s"}, {"salt": "t"}),
+    ({"adapter": "s"}, {"salt": "s"}),
+    ({"namespace": "ab", "adapter": "c"}, {"namespace": "a", "adapter": "bc"}),
+    ({"adapter": "ab", "salt": "c"}, {"adapter": "a", "salt": "bc"}),
+    ({"namespace": "s"}, {"salt": "s"}),
+  ],
+)
+def test_nobody_walks_anothers_root(indexed, mine, theirs):
+  b = indexed()
+  b.store(A, **mine)
+  assert b.matched(A, **theirs) == 0
+  assert b.matched(A, **mine) == 19
+
+
+def test_a_revoked_namespace_is_refused_before_any_look_up(indexed):
+  b = indexed()
+  b.store(A, namespace="tenant")
+  running = b.open([*A, 1], namespace="tenant")
+  b.cache.revoke("tenant")
+  b.cache.index.match = None  # A look-up would fail.
+  with pytest.raises(errors.NamespaceRevoked, match="'tenant' is revoked"):
+    b.cache.open(A, namespace="tenant")
+  del b.cache.index.match
+  b.decode(running, 2, 3, 4, 5)
+  b.cache.close(running)
+  b.cache.namespaces.restore("tenant")
+  assert b.matched(A, namespace="tenant") == 0
+  assert b.matched(A) == 0
+
+
+def test_new_weights_end_sharing_while_old_requests_finish(indexed):
+  b = indexed()
+  old = b.open(A)
+  b.cache.replace_model("new weights")
+  new = b.open(A)
+  assert new.matched_tokens == 0
+  assert not set(new.pages().tolist()) & set(old.pages().tolist())
+  b.decode(old, *range(9))
+  b.cache.close(old)
+  assert b.matched([*A, *range(9)]) == 20
+  assert b.cache.usage()[0].live == 5
+
+
+def test_dropping_an_index_frees_what_nobody_holds(indexed):
+  b = indexed()
+  b.store(A[:9])
+  held = b.open(A)
+  b.store([7] * 8, namespace="other")
+  b.cache.drop_index("")
+  assert b.cache.usage()[0].free == 32 - 5 - 2
+  assert b.matched([7] * 8, namespace="other") == 7
+  b.cache.drop_index()
+  b.cache.close(held)
+  assert b.cache.usage()[0].free == 32
+  assert b.cache.audit() == ()
+
+
+def test_a_forced_collision_costs_a_miss_and_no_wrong_row(bench):
+  b = bench(prefix_index="hash_chain")
+  b.cache.index._key_function = lambda *parts: b"always the same"
+  b.store(A[:8])
+  b.store([5] * 8)
+  b.store([*A[:4], *[6] * 8])
+  for prompt in (A[:8], [5] * 8, [*A[:4], *[6] * 8], [9] * 8):
+    b.open(prompt)
+  b.device.check_all()
+
+
+def test_equal_tokens_under_another_ancestor_are_no_hit(indexed):
+  b = indexed(tail_policy="full_pages")
+  b.store([1, 1, 1, 1, *A[:8]])
+  assert b.matched([2, 2, 2, 2, *A[:8]]) == 0
+
+
+def test_keys_are_equal_in_processes_with_different_hash_seeds():
+  program = (
+    "from host_allocator import identity as i;"
+    "print(i.page_key(i.page_key(b'', b'abcd', ('x', 's')), b'efgh').hex())"
+  )
+  found = {
+    subprocess.run(
+      [sys.executable, "-c", program],
+      env={"PYTHONHASHSEED": seed, "PYTHONPATH": ":".join(sys.path)},
+      capture_output=True,
+      check=True,
+      text=True,
+    ).stdout
+    for seed in ("1", "2")
+  }
+  assert len(found) == 1
+
+
+# Side inputs ---------------------------------------------------------------------
+
+
+def image(offset, digest, length=3):
+  return side_inputs.SideInput(offset, length, digest)
+
+
+def test_another_image_ends_the_match_where_it_begins(indexed):
+  b = indexed()
+  prompt = [1, 2, 3, 4, 5, 9, 9, 9, 6, 7]
+  b.store(prompt, side_inputs=[image(5, "cat")])
+  assert b.matched(prompt, side_inputs=[image(5, "cat")]) == 9
+  assert b.matched(prompt, side_inputs=[image(5, "dog")]) == 5
+  assert b.matched(prompt) == 5
+  assert b.matched(prompt, side_inputs=[image(5, "cat", 2)]) == 7
+
+
+def test_no_page_that_an_image_touches_is_shared_by_full_pages(indexed):
+  b = indexed(tail_policy="full_pages")
+  prompt = [1, 2, 3, 4, 5, 9, 9, 9, 6, 7]
+  b.store(prompt, side_inputs=[image(5, "cat")])
+  assert b.matched(prompt, side_inputs=[image(5, "dog")]) == 4
+
+
+def test_one_long_image_is_not_two_short_ones(indexed):
+  b = indexed()
+  prompt = [9] * 6
+  b.store(prompt, side_inputs=[image(0, "cat", 6)])
+  halves = [image(0, "cat"), image(3, "cat")]
+  assert b.matched(prompt, side_inputs=halves) == 3
+
+
+def test_decoding_and_forking_go_on_behind_an_image(indexed):
+  b = indexed()
+  sequence = b.open([1, 9, 9, 9], side_inputs=[image(1, "cat")])
+  child = b.cache.fork(sequence)
+  b.decode(sequence, 5, 6, 7, 8, 5)
+  b.decode(child, 6, 6, 6, 6)
+  b.cache.close(child)
+  b.cache.close(sequence)
+  again = [1, 9, 9, 9, 5, 6, 7, 8, 5, 1]
+  assert b.matched(again, side_inputs=[image(1, "cat")]) == 9
+  assert b.matched(again) == 1
+
+
+@pytest.mark.parametrize(
+  ("inputs", "text"),
+  [
+    ([image(8, "cat")], "leaves the 10 tokens"),
+    ([image(-1, "cat")], "leaves the 10 tokens"),
+    ([image(0, "cat", 0)], "is empty"),
+    ([image(0, "cat"), image(2, "dog")], "overlaps another"),
+    ([image(0, "")], "has no digest"),
+  ],
+)
+def test_side_inputs_that_cannot_be_are_refused(indexed, inputs, text):
+  cache = indexed().cache
+  with pytest.raises(errors.BadSideInput, match=text):
+    cache.open(list(range(10)), side_inputs=inputs)
+  assert cache.rows.num_open == 0
+
+
+def test_names_of_images_go_with_what_used_them(indexed):
+  b = indexed(num_pages=8)
+  for i in range(300):
+    b.store([9] * 8, side_inputs=[image(0, f"image {i}", 8)])
+  assert len(b.cache.side_input_keys) < 140
+  assert b.matched([9] * 8, side_inputs=[image(0, "image 299", 8)]) == 7
+
+
+def test_image_keys_are_the_same_in_every_process():
+  tokens = np.array([9, 9], np.int32)
+  found = []
+  for order in (("cat", "dog"), ("dog", "cat")):
+    names = side_inputs.SideInputKeys()
+    keys = {d: names.keys(tokens, [image(0, d, 2)]) for d in order}
+    found.append(names.describe(keys["cat"]))
+  assert found[0] == found[1]
+
+
+# Eviction ------------------------------------------------------------------------
+
+
+def evicted_first(b, *, evict=1):
+  """Which of four stored prompts lose their page when one must go."""
+  b.cache.index.evict([evict])
+  assert b.cache.audit() == ()
+  return [i for i in range(4) if not b.matched([i] * 4 + [99])]
+
+
+@pytest.mark.parametrize(
+  ("policy", "victim"),
+  [
+    ("lru", 1),
+    ("lfu", 3),
+    ("fifo", 0),
+    ("mru", 2),
+    ("filo", 3),
+    ("priority", 1),
+    ("segmented_lru", 3),
+  ],
+)
+def test_each_policy_picks_its_own_victim(indexed, policy, victim):
+  b = indexed(eviction=policy, num_pages=16)
+  for i in range(4):
+    b.store([i] * 4, priority=1 if i == 1 else 2)
+  for i in (0, 1, 1, 3, 0, 2):
+    if policy in ("lfu", "segmented_lru") and i == 3:
+      continue  # Never found again.
+    b.matched([i] * 4 + [98])
+  if policy == "lru":
+    for i in (0, 2, 3):
+      b.matched([i] * 4 + [97])
+  assert evicted_first(b) == [victim]
+
+
+def test_every_policy_has_a_rank():
+  assert set(eviction.POLICIES) == {
+    "lru",
+    "lfu",
+    "fifo",
+    "mru",
+    "filo",
+    "priority",
+    "segmented_lru",
+  }
+
+
+def test_trimming_takes_the_tail_and_whole_edges_the_edge(bench):
+  for whole, left in ((False, 16), (True, 0)):
+    b = bench(evict_whole_edges=whole)
+    b.store(A)
+    assert b.cache.index.evict([1]) == [5 if whole else 1]
+    assert b.matched([*A, 1]) == left
+
+
+def test_parents_go_after_their_last_child(indexed):
+  b = indexed()
+  b.store(A[:8])
+  b.store([*A[:8], 1, 1, 1, 1])
+  b.store([*A[:8], 2, 2, 2, 2])
+  assert b.cache.index.evict([2]) == [2]
+  assert b.matched([*A[:8], 1]) == 8
+  assert b.cache.index.evict([9]) == [2]
+  assert node_count(b.cache) == 0
+  assert list(b.cache.index.roots()) == []
+
+
+def test_nothing_that_a_sequence_holds_is_evicted(indexed):
+  b = indexed()
+  holder = b.open(A)
+  b.store([*A, 1, 2, 3, 4])
+  assert b.cache.index.evict([32]) == [1]
+  b.decode(holder, 5)
+  assert b.matched([*A, 1]) == 20
+
+
+def test_a_page_recycled_for_other_tokens_is_not_found_under_the_old_key(
+  indexed,
+):
+  b = indexed(num_pages=5)
+  b.store(A)
+  b.store([7] * 20)
+  assert b.matched(A) == 0
+  assert b.matched([7] * 20) == 19
+
+
+def test_a_split_moves_no_page_and_changes_no_reference(bench):
+  b = bench()
+  holder = b.open(A)
+  pages = holder.pages()
+  counts = b.cache.pools[0].references.copy()
+  other = b.cache.open([*A[:12], 5, 5])
+  assert node_count(b.cache) == 2
+  assert holder.pages().tolist() == pages.tolist()
+  counts[pages[:3]] += 1
+  np.testing.assert_array_equal(b.cache.pools[0].references, counts)
+  b.cache.close(other)
+  b.decode(holder, 1, 2, 3, 4, 5)
+
+
+def test_a_growing_sequence_is_one_edge(bench):
+  b = bench()
+  sequence = b.cache.open([*A, *A])
+  for _ in range(8):
+    b.run((sequence, 5))
+  b.decode(sequence, *range(9))
+  assert node_count(b.cache) == 1
+  b.cache.close(sequence)
+  assert node_count(b.cache) == 1
+  assert b.matched([*A, *A, *range(9), 1]) == 49
+
+
+def test_unequal_groups_give_up_exactly_what_is_short(indexed):
+  b = indexed((2, 4), num_pages=(10, 5))
+  b.store(A)
+  late = b.cache.open([3] * 6)
+  b.run(late)
+  # Three and two pages are short; a bundle has two and one.
+  assert [pool.free for pool in b.cache.usage()] == [1, 0]
+
+
+# Events, residence, memory --------------------------------------------------------
+
+
+def test_events_let_a_router_mirror_the_index(indexed):
+  b = indexed(record_events=True, num_pages=12)
+  known: dict[tuple, tuple] = {}
+
+  def mirror():
+    for event in b.cache.drain_events():
+      if isinstance(event, telemetry.BundlesStored):
+        parent = event.parent
+        for i, bundle in enumerate(event.bundles):
+          known[bundle] = (parent, event.keys[4 * i : 4 * i + 4])
+          parent = bundle
+      elif isinstance(event, telemetry.BundlesRemoved):
+        for bundle in event.bundles:
+          del known[bundle]
+      else:
+        known.clear()
+
+  def matchable():
+    """Whole bundles of the index, as (parent, keys) by page identity."""
+    pool, found = b.cache.pools[0], {}
+    for root in b.cache.index.roots():
+      last = {id(root.top): None}
+      for node in b.cache.index.nodes(root):
+        parent = last[id(node.parent)]
+        for i in range((b.cache.index.end(node) - node.start) // 4):
+          page = int(node.pages[0][i])
+          bundle = (page, int(pool.generations[page]))
+          keys = tuple(node.key[4 * i : 4 * i + 4].tolist())
+          found[bundle] = (parent, keys)
+          parent = bundle
+        last[id(node)] = parent
+    return found
+
+  rng = np.random.default_rng(0)
+  for step in range(40):
+    prompt = [*A[: rng.integers(1, 12)], *rng.integers(0, 2, 6).tolist()]
+    b.decode(b.open(prompt), *rng.integers(0, 2, 7).tolist())
+    mirror()
+    assert known == matchable()
+    for sequence in b.cache.rows.open_sequences():
+      b.cache.close(sequence)
+    if step % 10 == 9:
+      b.cache.drop_index()
+    mirror()
+    assert known == matchable()
+
+
+def test_roots_of_passing_salts_do_not_pile_up(indexed):
+  b = indexed(num_pages=8)
+  for i in range(100):
+    b.store([1, 2, 3, 4, 5], salt=str(i))
+  assert len(list(b.cache.index.roots())) <= 8
+  assert b.cache.audit() == ()
+
+
+@pytest.mark.parametrize("prefix_index", ["radix", "hash_chain"])
+def test_memory_is_flat_without_the_cyclic_collector(prefix_index):
+  program = f"""
+import gc, random, resource
+from host_allocator import allocator, layout
+gc.collect()
+gc.disable()
+layout = layout.CacheLayout.uniform(
+  num_layers=1, num_kv_heads=1, head_dim=1, page_size=4)
+cache = allocator.KVAllocator(
+  layout, num_pages=400, max_sequences=4, max_length=64,
+  prefix_index={prefix_index!r})
+draw = random.Random(0)
+def serve(count):
+  for i in range(count):
+    prompt = [draw.randrange(3) for _ in range(6)] + [i, i, i, i, i]
+    sequence = cache.open(prompt, salt="" if i % 9 else str(i))
+    cache.commit(cache.plan([(sequence, len(prompt) - sequence.length)]))
+    child = cache.fork(sequence)
+    cache.truncate(child, 3)
+    cache.close(sequence)
+    cache.close(child)
+    if i % 400 == 0:
+      cache.drop_index()
+serve(1500)
+gc.collect()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+serve(4500)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+print(gc.collect())
+"""
+  found = subprocess.run(
+    [sys.executable, "-c", program],
+    env={"PYTHONPATH": ":".join(sys.path)},
+    capture_output=True,
+    check=True,
+    text=True,
+  ).stdout.split()
+  grown_kib, cyclic = map(int, found)
+  assert grown_kib < 1500
+  assert cyclic < 60
+
+
+def test_root_keys_are_the_identity_modules(indexed):
+  b = indexed(semantic_digest="weights")
+  b.store(A, namespace="n", adapter="a", salt="s")
+  (root,) = b.cache.index.roots()
+  digest = layout.CacheLayout(b.cache.layout.groups).digest
+  assert root.key == identity.RootKey("n", 0, "weights", digest, "a", "s")
+  assert isinstance(b.cache, allocator.KVAllocator)
