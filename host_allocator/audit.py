@@ -1,12 +1,14 @@
 """Re-derives every invariant from scratch, and digests the committed state."""
 
 import hashlib
+import itertools
 
 import numpy as np
 
 from host_allocator import holding
 from host_allocator import pages as pages_lib
 from host_allocator import state as state_lib
+from host_allocator.prefix import base
 
 
 def audit(state: state_lib.State) -> tuple[str, ...]:
@@ -74,7 +76,7 @@ def _reserved(state: state_lib.State, group: int) -> np.ndarray:
   return plan.groups[group].pages
 
 
-def _indexed_bundles(state: state_lib.State, root: object) -> list[bytes]:
+def _indexed_bundles(state: state_lib.State, root: base.Root) -> list[bytes]:
   """One line for each bundle under a root: its path, and its pages."""
   size = state.layout.bundle_tokens
   lines = []
@@ -229,33 +231,49 @@ def _audit_sequences(state: state_lib.State) -> list[str]:
 def _audit_tree(state: state_lib.State) -> list[str]:
   """Nodes join, children are told apart, published paths are the tables'."""
   findings = []
-  size = state.layout.bundle_tokens
   nodes = set()
   for root in state.index.roots():
+    findings.extend(_audit_children(root.top, 0))
     for node in state.index.nodes(root):
       nodes.add(id(node))
-      end = state.index.end(node)
-      parent_end = state.index.end(node.parent)
-      if node.start != parent_end or node.start % size or end <= node.start:
-        findings.append(f"a node covers {node.start}..{end} after {parent_end}")
-      first = node.key[: min(size, end - node.start)].tobytes()
-      if node.parent.children.by_key.get(first) is not node:
-        findings.append(f"a node at {node.start} is filed under another key")
-      if node.children is not None:
-        if not node.children or end % size:
-          findings.append(f"a node that ends at {end} has a children's list")
-        firsts = [bytes(key) for key in node.children.by_key]
-        for key in firsts:
-          if any(o != key and o.startswith(key) for o in firsts):
-            findings.append(f"a child at {end} is part of its sibling")
-      if node.owner >= 0 and (
-        state.rows.sequences[node.owner] is None
-        or state.rows.sequences[node.owner].node is not node
-        or node.children
-      ):
-        findings.append(f"row {node.owner} does not grow the node it owns")
+      findings.extend(_audit_node(state, node))
   findings.extend(_audit_places(state, nodes))
   return findings
+
+
+def _audit_node(state: state_lib.State, node: base.Node) -> list[str]:
+  """A node joins its parent, which finds it by its first bundle."""
+  parent = node.parent
+  if parent is None or parent.children is None:
+    return [f"a node at {node.start} hangs on nothing"]
+  findings, size = [], state.layout.bundle_tokens
+  end, parent_end = state.index.end(node), state.index.end(parent)
+  if node.start != parent_end or node.start % size or end <= node.start:
+    findings.append(f"a node covers {node.start}..{end} after {parent_end}")
+  first = node.key[: min(size, end - node.start)].tobytes()
+  if parent.children.by_key.get(first) is not node:
+    findings.append(f"a node at {node.start} is filed under another key")
+  if node.children is not None:
+    if not node.children or end % size:
+      findings.append(f"a node that ends at {end} has a children's list")
+    findings.extend(_audit_children(node, end))
+  if node.owner >= 0:
+    owner = state.rows.sequences[node.owner]
+    if owner is None or owner.node is not node or node.children:
+      findings.append(f"row {node.owner} does not grow the node it owns")
+  return findings
+
+
+def _audit_children(node: base.Node, end: int) -> list[str]:
+  """No child's first bundle is the beginning of another's."""
+  if node.children is None:
+    return []
+  firsts = sorted(node.children.by_key)
+  return [
+    f"a child at {end} is part of its sibling"
+    for one, following in itertools.pairwise(firsts)
+    if following.startswith(one)
+  ]
 
 
 def _audit_places(state: state_lib.State, nodes: set[int]) -> list[str]:

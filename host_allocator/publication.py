@@ -19,7 +19,9 @@ def publish(state: state_lib.State, plan: steps.StepPlan) -> list[int]:
   """
   rows = state.rows
   # A lease taken since the step was planned ends a last page's privacy, too.
-  plan.has_shared = np.count_nonzero(rows.private[plan.rows]) < len(plan.rows)
+  plan.has_shared = bool(
+    np.count_nonzero(rows.private[plan.rows]) < len(plan.rows)
+  )
   for group, (pool, part) in enumerate(
     zip(state.pools, plan.groups, strict=True)
   ):

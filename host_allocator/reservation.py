@@ -44,8 +44,8 @@ def reserve(
   plan = steps.StepPlan(
     batch.sequences, rows, starts, counts, ends, writes, num_tokens
   )
-  plan.has_hidden = np.count_nonzero(writes != starts) > 0
-  plan.has_shared = np.count_nonzero(arrays.private[rows]) < len(rows)
+  plan.has_hidden = bool(np.count_nonzero(writes != starts))
+  plan.has_shared = bool(np.count_nonzero(arrays.private[rows]) < len(rows))
   demands = [_demand(state, plan, group) for group in range(len(state.pools))]
   state.phase("plan.counted")
   _make_room(state, [len(copied) + len(at) for copied, at, _ in demands])
