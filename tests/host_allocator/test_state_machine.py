@@ -26,6 +26,7 @@ INDEXES = ("radix", "hash_chain")
 PAGE_SIZES = [(1,), (4,), (3,), (2, 4), (4, 4), (2, 3)]
 POLICIES = tuple(eviction_lib.POLICIES)
 NUMBER = st.integers(0, 2**16)
+IMAGES = st.tuples(st.integers(0, 9), st.integers(1, 4), st.sampled_from("xy"))
 TOKENS = st.lists(st.integers(0, 2), max_size=10)
 
 
@@ -89,11 +90,14 @@ class Machine(stateful.RuleBasedStateMachine):
     namespace=st.sampled_from(NAMESPACES),
     salt=st.sampled_from(SALTS),
     want_logits=st.booleans(),
+    image=st.none() | IMAGES,
   )
-  def open(self, base, cut, suffix, namespace, salt, want_logits):
+  def open(self, base, cut, suffix, namespace, salt, want_logits, image):
     prompt = self.prompt(base, cut, suffix)
     answers = self.each(
-      lambda world: world.open(prompt, namespace, salt, want_logits)
+      lambda world: world.open(
+        prompt, namespace, salt, want_logits, image=image
+      )
     )
     matches = [answer for answer in answers if isinstance(answer, tuple)]
     for rows, contents in matches[1:]:
@@ -288,11 +292,11 @@ class TestMachine(Machine.TestCase):
 WEIGHTS = {
   "open": 14,
   "open_again": 4,
-  "open_and_fail": 1,
+  "open_and_fail": 2,
   "rematch": 4,
   "append": 4,
   "plan": 8,
-  "plan_and_fail": 2,
+  "plan_and_fail": 5,
   "plan_nonsense": 1,
   "commit": 10,
   "compute": 8,
@@ -318,6 +322,9 @@ def take(machine, rule, draw):
     "base": number,
     "cut": lambda: draw.choice((0, 0, 1, 2, 3, 6, 12)),
     "suffix": suffix,
+    "image": lambda: draw.choice(
+      (None, None, None, None, (count(0, 9), count(1, 4), draw.choice("xy")))
+    ),
     "namespace": lambda: NAMESPACES[draw.random() < 0.1],
     "salt": lambda: SALTS[draw.random() < 0.1],
     "want_logits": lambda: draw.random() < 0.7,
@@ -380,14 +387,19 @@ def simulate(seed, episodes, steps):
 
 
 def test_a_seeded_run_meets_every_kind_of_operation():
-  tally = simulate(seed=1, episodes=12, steps=120)
+  tally = simulate(seed=8, episodes=10, steps=120)
   for kind in (
+    "equal residents",
+    "dedupe",
+    "copy",
     "evict",
-    "fault plan.evicted",
+    "abort after eviction",
+    "append under a lease",
+    "truncate into a published page",
     "stale receipt",
     "refused out_of_pages",
-    "refused stale_receipt",
-  )[:4]:
+    *(f"fault {phase}" for phase in (*FAULTS_OF_OPEN, *FAULTS_OF_PLAN)),
+  ):
     assert tally[kind], f"no {kind} in {tally}"
 
 

@@ -14,6 +14,7 @@ from host_allocator import allocator as allocators
 from host_allocator import errors
 from host_allocator import layout
 from host_allocator import tables
+from host_allocator.prefix import side_inputs as side_inputs_lib
 from tests.host_allocator import brute_force
 
 MAX_SEQUENCES = 5
@@ -26,11 +27,15 @@ class InjectedError(Exception):
 
 @dataclasses.dataclass
 class Live:
-  """What the model knows of an open sequence."""
+  """What the model knows of an open sequence.
+
+  `keys` are its tokens, or what they stand for under a side input.
+  """
 
   handle: object
   root: tuple
   tokens: list[int]
+  keys: list
   length: int
   want_logits: bool
   cancelled: bool = False
@@ -77,6 +82,7 @@ class World:
     self.valid: list[dict[int, int]] = [{} for _ in groups]
     self.live: list[Live] = []
     self.plan = None
+    self.evicted_for_plan = False
     self.members: list[tuple[Live, int]] = []
     self.leases: list[tuple] = []
     self.receipts: list[tuple] = []
@@ -98,7 +104,10 @@ class World:
       paths = {id(root.top): ()}
       for node in index.nodes(root):
         start, end = node.start, index.end(node)
-        keys = tuple(node.key[: end - start].tolist())
+        keys = tuple(
+          key if key >= 0 else self.allocator.side_input_keys._marks[key]
+          for key in node.key[: end - start].tolist()
+        )
         path = paths[id(node.parent)] + keys
         paths[id(node)] = path
         for begin in range(start, end, unit):
@@ -130,8 +139,18 @@ class World:
 
   # Operations ----------------------------------------------------------------
 
-  def open(self, tokens, namespace, salt, want_logits, fault=None):
-    """Opens; returns (matched tokens, resident content) or the refusal."""
+  def open(self, tokens, namespace, salt, want_logits, fault=None, image=None):
+    """Opens; returns (matched tokens, resident content) or the refusal.
+
+    An image is (offset, length, digest), cut to the tokens.
+    """
+    keys, side_inputs = list(tokens), []
+    if image is not None and image[0] < len(tokens):
+      offset, length, digest = image
+      length = min(length, len(tokens) - offset)
+      side_inputs = [side_inputs_lib.SideInput(offset, length, digest)]
+      for i in range(length):
+        keys[offset + i] = (digest, tokens[offset + i], i == 0)
     expected = None
     if not tokens:
       expected = errors.EmptyPrompt
@@ -151,7 +170,11 @@ class World:
 
     def call():
       return self.allocator.open(
-        tokens, namespace=namespace, salt=salt, want_logits=want_logits
+        tokens,
+        namespace=namespace,
+        salt=salt,
+        want_logits=want_logits,
+        side_inputs=side_inputs,
       )
 
     if expected is not None:
@@ -164,7 +187,7 @@ class World:
     held = [set(self.held(g)) for g in range(len(self.memories))]
     handle = call()
     self.count("open")
-    live = Live(handle, root, list(tokens), handle.length, want_logits)
+    live = Live(handle, root, list(tokens), keys, handle.length, want_logits)
     self.live.append(live)
     assert handle.matched_tokens == handle.length
     self.check_match(live, 0, held)
@@ -197,6 +220,7 @@ class World:
     self.count("append")
     for live, given in zip(members, tokens, strict=True):
       live.tokens.append(given)
+      live.keys.append(given)
 
   def reserve(self, batch: list[tuple[Live, int]], fault=None):
     """Plans a step; returns whether it is open now."""
@@ -236,6 +260,7 @@ class World:
     self.plan = call()
     self.count("plan")
     self.members = batch
+    self.evicted_for_plan = self.read_residents() != before
     self.check_evicted(before, free, needs)
     for g, need in enumerate(needs):
       assert self.allocator.usage()[g].reserved == need
@@ -253,7 +278,7 @@ class World:
     buffer = self.allocator.pack(plan, packing)
     expected_tokens, contents = [], []
     for live, count in batch:
-      rows = self.histories.of(live.root, live.tokens)
+      rows = self.histories.of(live.root, live.keys)
       stop = live.length + count
       expected_tokens += live.tokens[live.length : stop]
       contents += rows[live.length : stop]
@@ -276,7 +301,7 @@ class World:
         used = brute_force.pages_needed(stop, memory.page_size)
         pages = table[i].tolist()
         # The step itself must see every row before it, and its own.
-        rows = self.histories.of(live.root, live.tokens)
+        rows = self.histories.of(live.root, live.keys)
         assert memory.read(pages, stop) == rows[:stop]
         assert not any(pages[used:])
 
@@ -288,6 +313,11 @@ class World:
     receipt = self.allocator.commit(self.plan)
     assert receipt.outcome == "committed"
     self.count("commit")
+    if any(receipt.released_duplicates):
+      self.count("dedupe")
+    if any(receipt.copied_rows):
+      self.count("copy")
+    self.count_written_under_lease(written)
     for g, pages in enumerate(written):
       for page, rows in pages.items():
         self.valid[g][page] = rows
@@ -300,6 +330,8 @@ class World:
   def abort(self):
     if self.plan is None:
       return
+    if self.evicted_for_plan:
+      self.count("abort after eviction")
     receipt = self.allocator.abort(self.plan)
     assert receipt.outcome == "aborted"
     self.count("abort")
@@ -321,7 +353,13 @@ class World:
     child = self.allocator.fork(live.handle)
     self.count("fork")
     self.live.append(
-      Live(child, live.root, list(live.tokens), live.length, live.want_logits)
+      dataclasses.replace(
+        live,
+        handle=child,
+        tokens=list(live.tokens),
+        keys=list(live.keys),
+        cancelled=False,
+      )
     )
     for g in range(len(self.memories)):
       assert child.pages(g).tolist() == self.pages(live, g)
@@ -338,9 +376,14 @@ class World:
       )
       return
     private = self.private_tails(live, length)
+    for g, size in enumerate(self.config.page_sizes):
+      known = {page for r in self.residents for page in r.pages[g]}
+      pages = self.pages(live, g)[length // size :][:1]
+      if length % size and known.intersection(pages):
+        self.count("truncate into a published page")
     self.allocator.truncate(live.handle, length)
     self.count("truncate")
-    live.tokens = live.tokens[:length]
+    live.tokens, live.keys = live.tokens[:length], live.keys[:length]
     live.length = min(live.length, length)
     for g, page in private:
       size = self.config.page_sizes[g]
@@ -479,6 +522,12 @@ class World:
       result.append(pages)
     return result
 
+  def count_written_under_lease(self, written):
+    for g, pages in enumerate(written):
+      leased = {p for lease, _ in self.leases for p in lease.group_pages[g]}
+      if leased & set(pages):
+        self.count("append under a lease")
+
   def private_tails(self, live: Live, length: int) -> list[tuple[int, int]]:
     """Pages whose valid rows a truncation lowers: nobody else knows them."""
     found = []
@@ -561,7 +610,7 @@ class World:
     best = brute_force.longest_match(
       self.residents,
       live.root,
-      live.tokens,
+      live.keys,
       unit=unit,
       want_logits=live.want_logits,
       whole_units=whole,
@@ -596,7 +645,7 @@ class World:
     for g, size in enumerate(self.config.page_sizes):
       taken = set()
       for stop in range(unit, matched + unit, unit):
-        prefix = tuple(live.tokens[: min(stop, matched)])
+        prefix = tuple(live.keys[: min(stop, matched)])
         taken |= choose(
           (
             set(
@@ -631,7 +680,7 @@ class World:
     found = brute_force.longest_match(
       self.read_residents(),
       live.root,
-      live.tokens[:length],
+      live.keys[:length],
       unit=unit,
       want_logits=False,
       whole_units=whole,
@@ -687,7 +736,7 @@ class World:
   def check_contents(self, residents):
     histories = {}
     for live in self.live:
-      rows = self.histories.of(live.root, live.tokens)
+      rows = self.histories.of(live.root, live.keys)
       assert live.handle.length == live.length
       assert live.handle.tokens.tolist() == live.tokens
       shown = self.present(live)
@@ -727,7 +776,7 @@ class World:
       if not self.root_alive(live):
         continue
       for stop in range(unit, live.length + 1, unit):
-        expected = pages.get((live.root, tuple(live.tokens[:stop])))
+        expected = pages.get((live.root, tuple(live.keys[:stop])))
         assert expected is not None, "a committed bundle cannot be matched"
         for g, size in enumerate(self.config.page_sizes):
           own = self.pages(live, g)[(stop - unit) // size : stop // size]
