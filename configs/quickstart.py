@@ -25,7 +25,7 @@ def get_config() -> ml_collections.ConfigDict:
       # One prompt a line (.txt), or JSON lines with a "prompt" (.jsonl). What
       # a file NAME.prefix.txt beside it holds is put before every prompt.
       "prompts": str(prompts),
-      "max_tokens": 24,
+      "max_tokens": 40,
       "stop": ("\n",),
       "temperature": 0.0,
       "seed": 0,

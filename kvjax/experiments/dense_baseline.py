@@ -1,7 +1,9 @@
 """Paged steps against a dense cache, in one process, taking turns.
 
 Both sides run the same weights, and both bring the next tokens to the host.
-The paged side is a whole step of the cache: plan, pack, upload, run, commit.
+The paged side is a step as the engine takes it: plan, pack, upload, run with
+the sampler, commit; in a cache of the engine's sizes it even runs the engine's
+compiled functions.
 Rows that the timed steps only read are left at zero instead of being computed,
 on both sides: their values do not change what a step costs.
 """
@@ -13,10 +15,31 @@ import numpy as np
 
 import kvjax
 from kvjax import models
+from kvjax import program
+from kvjax import sampling
 from kvjax import testing
 from kvjax.experiments import common
 
 _DECODES_PER_PREFILL = 3  # a prefill takes many times as long as a decode
+
+
+@dataclasses.dataclass(frozen=True)
+class CacheSizes:
+  """The sizes of an engine's cache, which its compiled steps depend on.
+
+  Attributes:
+    page_size: rows of a page.
+    num_pages: allocatable pages.
+    max_sequences: most sequences of a step.
+    max_length: most tokens of a sequence.
+    token_budget: most token rows of a step.
+  """
+
+  page_size: int
+  num_pages: int
+  max_sequences: int
+  max_length: int
+  token_budget: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +84,7 @@ def measure(
   context: int,
   chunk: int,
   rounds: int,
-  page_size: int,
+  sizes: CacheSizes,
 ) -> Ratios:
   """Times prefill steps, then decode steps, of pages and of a dense cache.
 
@@ -73,7 +96,7 @@ def measure(
     chunk: tokens of each sequence in a prefill step.
     rounds: how often a decode step of each is timed, and a third as often a
       prefill step; 0 measures nothing.
-    page_size: rows of a page.
+    sizes: of an engine's cache; made larger where the steps need it.
 
   Returns:
     The medians over the rounds of paged time / dense time.
@@ -92,7 +115,7 @@ def measure(
   tokens = np.random.default_rng(0).integers(
     model.config.vocab_size, size=(batch, context), dtype=np.int32
   )
-  paged = _PagedSide(model, tokens, start, chunk, rounds, page_size)
+  paged = _PagedSide(model, tokens, start, chunk, rounds, sizes)
   dense = _DenseSide(model, tokens, start, chunk)
   prefill = common.interleave(
     {"paged": paged.prefill, "dense": dense.prefill}, rounds=prefills
@@ -142,19 +165,19 @@ class _PagedSide:
     start: int,
     chunk: int,
     rounds: int,
-    page_size: int,
+    sizes: CacheSizes,
   ):
-    step, self._params = model.pure()
-    self._step = jax.jit(step, donate_argnums=1)
+    self._program = program.StepProgram(model)
+    self._rows = sampling.RowsUpload()
     self._chunk = chunk
     batch, context = tokens.shape
-    max_length = context + 1
+    page_size = sizes.page_size
     self._cache = kvjax.KVCache(
       model.cache_layout(page_size=page_size),
-      num_pages=batch * -(-max_length // page_size),
-      max_sequences=batch,
-      max_length=max_length,
-      max_tokens_per_step=batch * chunk,
+      num_pages=max(sizes.num_pages, batch * -(-(context + 1) // page_size)),
+      max_sequences=max(sizes.max_sequences, batch),
+      max_length=max(sizes.max_length, context + 1),
+      max_tokens_per_step=max(sizes.token_budget, batch * chunk),
       prefix_index=None,
     )
     known = context - rounds
@@ -177,8 +200,9 @@ class _PagedSide:
   def _run(self, count: int) -> np.ndarray:
     batch = [(sequence, count) for sequence in self._sequences]
     with self._cache.step(batch) as step:
-      logits, step.pages = self._step(self._params, step.pages, step.arrays)
-    return np.asarray(logits)[: len(batch)].argmax(axis=-1)
+      rows = self._rows([], step.arrays.num_sequences)
+      drawn, step.pages = self._program(step.pages, step.arrays, rows)
+    return np.asarray(drawn)[: len(batch)]
 
 
 class _DenseSide:

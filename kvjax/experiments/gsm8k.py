@@ -39,8 +39,9 @@ def run(
   model, tokenizer = serving.load_model(config.model)
   prompts = [tokenizer.encode(text) for text in texts]
   params = serving.sampling_params(config)
+  sizes = serving.cache_sizes(config, model, prompts)
   engine = serving.make_engine(
-    config, model, tokenizer, prompts, prefix_reuse=True
+    config, model, tokenizer, sizes, prefix_reuse=True
   )
   served = serving.serve(engine, prompts, params, title=WITH)
   serving.print_prompts(texts, served)
@@ -50,7 +51,7 @@ def run(
   runs = {WITH: served}
   if few:
     engine = serving.make_engine(
-      config, model, tokenizer, prompts, prefix_reuse=False
+      config, model, tokenizer, sizes, prefix_reuse=False
     )
     title = f"{WITHOUT}, first {few}"
     runs[title] = serving.serve(engine, prompts[:few], params, title=title)

@@ -28,10 +28,11 @@ def run(
   model, tokenizer = serving.load_model(config.model)
   prompts = [tokenizer.encode(text) for text in texts]
   params = serving.sampling_params(config)
+  sizes = serving.cache_sizes(config, model, prompts)
   runs = {}
   for name in (WITH, WITHOUT):
     engine = serving.make_engine(
-      config, model, tokenizer, prompts, prefix_reuse=name == WITH
+      config, model, tokenizer, sizes, prefix_reuse=name == WITH
     )
     runs[name] = serving.serve(engine, prompts, params, title=name)
   serving.print_prompts(texts, runs[WITH])
@@ -45,7 +46,7 @@ def run(
     context=config.baseline_context,
     chunk=config.baseline_chunk,
     rounds=config.baseline_rounds,
-    page_size=config.page_size,
+    sizes=sizes,
   )
   dense_baseline.print_ratios(ratios)
   summary = common.write_summary(

@@ -16,6 +16,7 @@ from kvjax import models
 from kvjax import plots
 from kvjax import request as requests
 from kvjax.experiments import common
+from kvjax.experiments import dense_baseline
 from kvjax.experiments import prompts as prompts_lib
 
 _PROMPT_WIDTH = 44
@@ -72,35 +73,57 @@ def load_model(
   return models.load(source), models.load_tokenizer(source)
 
 
+def cache_sizes(
+  config: ml_collections.ConfigDict,
+  model: models.Decoder,
+  prompts: Sequence[Sequence[int]],
+) -> dense_baseline.CacheSizes:
+  """Returns how large the cache of the configuration's engine is.
+
+  Args:
+    config: page_size, num_pages, max_sequences, token_budget and max_tokens.
+      num_pages=0 takes what the largest batch needs without sharing, so that
+      nothing is pre-empted.
+    model: its context bounds a sequence's length.
+    prompts: token ids; the longest one sets the width of the page tables.
+  """
+  longest = max(map(len, prompts)) + config.max_tokens
+  max_length = min(longest, model.config.context_length)
+  pages_each = -(-max_length // config.page_size)
+  return dense_baseline.CacheSizes(
+    page_size=config.page_size,
+    num_pages=config.num_pages or pages_each * config.max_sequences,
+    max_sequences=config.max_sequences,
+    max_length=max_length,
+    token_budget=config.token_budget,
+  )
+
+
 def make_engine(
   config: ml_collections.ConfigDict,
   model: models.Decoder,
   tokenizer: models.Tokenizer,
-  prompts: Sequence[Sequence[int]],
+  sizes: dense_baseline.CacheSizes,
   *,
   prefix_reuse: bool,
 ) -> engines.Engine:
   """Builds the engine that the configuration describes.
 
   Args:
-    config: page_size, num_pages, max_sequences, token_budget, prefix_index,
-      max_tokens, seed. num_pages=0 takes what the largest batch without
-      sharing needs, so that nothing is pre-empted.
+    config: prefix_index and seed.
     model: the decoder.
     tokenizer: its tokenizer.
-    prompts: token ids; the longest one sets the width of the page tables.
+    sizes: of its cache.
     prefix_reuse: whether prompts may find each other's pages.
   """
-  max_length = max(map(len, prompts)) + config.max_tokens
-  pages_each = -(-max_length // config.page_size)
   return engines.Engine(
     model,
     tokenizer=tokenizer,
-    page_size=config.page_size,
-    num_pages=config.num_pages or pages_each * config.max_sequences,
-    max_sequences=config.max_sequences,
-    max_length=max_length,
-    token_budget=config.token_budget,
+    page_size=sizes.page_size,
+    num_pages=sizes.num_pages,
+    max_sequences=sizes.max_sequences,
+    max_length=sizes.max_length,
+    token_budget=sizes.token_budget,
     prefix_reuse=prefix_reuse,
     prefix_index=config.prefix_index,
     seed=config.seed,
@@ -143,7 +166,10 @@ def serve(
   decode_tokens, decode_seconds = 0, 0.0
   times: list[float] = [0.0]
   live: list[int] = [0]
-  bar = tqdm.tqdm(total=len(prompts), desc=f"{title}: serving", unit="prompt")
+  total = sum(map(len, prompts))
+  bar = tqdm.tqdm(
+    total=total, desc=f"{title}: serving", unit="token", unit_scale=True
+  )
   with bar:
     while not all(request.is_finished for request in submitted):
       computed = engine.stats.computed_tokens
@@ -156,7 +182,10 @@ def serve(
         decode_seconds += now - step_start
       times.append(now - start)
       live.append(engine.stats.pool[-1].live if engine.stats.pool else 0)
-      bar.update(sum(request.is_finished for request in submitted) - bar.n)
+      finished = sum(request.is_finished for request in submitted)
+      bar.set_postfix_str(f"{finished}/{len(prompts)} answers", refresh=False)
+      known = engine.stats.matched_tokens + engine.stats.computed_tokens
+      bar.update(min(known, total) - bar.n)
   seconds = time.perf_counter() - start
   for request in submitted:
     if request.error is not None:
