@@ -8,6 +8,7 @@ from pallas_kernels import tpu_memory
 from pallas_kernels.paged_attention import operands as operands_lib
 from pallas_kernels.paged_attention import tpu_calls
 from pallas_kernels.paged_attention import tpu_decode
+from pallas_kernels.paged_attention import tpu_prefill
 from pallas_kernels.paged_attention import tpu_scales
 from pallas_kernels.paged_attention import tpu_tiles
 
@@ -19,8 +20,6 @@ def why_unsupported(
   operands: operands_lib.Operands, options: operands_lib.Options
 ) -> str | None:
   """Why the TPU kernels cannot run this call, or None."""
-  if not operands.is_decode:
-    return "ragged queries are not written yet"
   return (
     _dtype_reason(operands)
     or _layout_reason(operands, options)
@@ -32,8 +31,13 @@ def paged_attention(
   operands: operands_lib.Operands, options: operands_lib.Options
 ) -> tuple[jax.Array, jax.Array]:
   """`api.paged_attention`."""
-  tiles = tpu_tiles.decode_tiles(operands, options)
-  return tpu_decode.decode(operands, options, tiles)
+  if operands.is_decode:
+    return tpu_decode.decode(
+      operands, options, tpu_tiles.decode_tiles(operands, options)
+    )
+  return tpu_prefill.prefill(
+    operands, options, tpu_tiles.prefill_tiles(operands, options)
+  )
 
 
 def _dtype_reason(operands: operands_lib.Operands) -> str | None:
@@ -75,11 +79,26 @@ def _memory_reason(
       f"two buffers of one page of K and V take {size} bytes of VMEM, expected"
       f" at most {tpu_tiles.BUFFER_BYTES}: use a smaller page_size"
     )
-  tiles = tpu_tiles.decode_tiles(operands, options)
+  if operands.is_decode:
+    pages = tpu_tiles.decode_tiles(operands, options).pages_per_block
+    num_items, scalars = operands.page_table.shape[0], 3
+  else:
+    tiles = tpu_tiles.prefill_tiles(operands, options)
+    pages, scalars = tiles.pages_per_block, 7
+    tokens, q_heads, _ = operands.q.shape
+    rows = tiles.query_block * q_heads // options.kv_heads
+    size = rows * tpu_tiles.query_row_bytes(operands, options)
+    if size > tpu_tiles.QUERY_TILE_BYTES:
+      return (
+        f"{rows} query rows of {options.kv_heads} KV heads take {size} bytes of"
+        f" VMEM, expected at most {tpu_tiles.QUERY_TILE_BYTES}"
+      )
+    num_tiles = -(-tokens // tiles.query_block)
+    num_items = num_tiles + operands.page_table.shape[0]
   sequences, width = operands.page_table.shape
   tables = 1 if operands.v_page_table is None else 2
-  row = tpu_calls.table_width(width, tiles.pages_per_block)
+  row = tpu_calls.table_width(width, pages)
   return tpu_memory.smem_reason(
-    3 * page_shape.round_up(sequences + 1, 128) + 2 * tables * row,
+    scalars * page_shape.round_up(num_items + 1, 128) + 2 * tables * row,
     f"{sequences} sequences of {width} pages",
   )

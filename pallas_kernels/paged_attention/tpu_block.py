@@ -97,12 +97,12 @@ def blank_unseen(
   K where a row shares its lanes with another.
   """
   x = buffer[half]
-  row = lax.broadcasted_iota(jnp.int32, x.shape, 1) * fold + first_row
+  at = lax.broadcasted_iota(jnp.int32, x.shape, 1) * fold + first_row
   if fold == 2:
     lane = lax.broadcasted_iota(jnp.int32, x.shape, 2)
-    row += (lane >= x.shape[2] // 2).astype(jnp.int32)
+    at += (lane >= x.shape[2] // 2).astype(jnp.int32)
   low, high = seen
-  buffer[half] = jnp.where((row >= low) & (row < high), x, jnp.zeros_like(x))
+  buffer[half] = jnp.where((at >= low) & (at < high), x, jnp.zeros_like(x))
 
 
 def stack_factors(factors: list[list[jax.Array]], rows: int) -> jax.Array:
@@ -196,3 +196,20 @@ def finish(state: State, fold: int) -> tuple[jax.Array, jax.Array]:
   divisor = jnp.where(total == 0.0, 1.0, total)
   lse = jnp.where(total == 0.0, NEG_INF, top + jnp.log(divisor))
   return acc / divisor, lse
+
+
+def column(row: jax.Array) -> jax.Array:
+  """`[1, n]` as `[n, 1]`: from lanes to rows, by a diagonal."""
+  n = row.shape[1]
+  return jnp.where(_diagonal(n), row, 0.0).sum(1, keepdims=True)
+
+
+def row(column: jax.Array) -> jax.Array:
+  """`[n, 1]` as `[1, n]`: from rows to lanes, by a diagonal."""
+  n = column.shape[0]
+  return jnp.where(_diagonal(n), column, 0.0).sum(0, keepdims=True)
+
+
+def _diagonal(n: int) -> jax.Array:
+  down = lax.broadcasted_iota(jnp.int32, (n, n), 0)
+  return down == lax.broadcasted_iota(jnp.int32, (n, n), 1)

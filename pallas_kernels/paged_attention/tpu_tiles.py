@@ -1,6 +1,7 @@
 """How the TPU kernels cut a call into blocks."""
 
 import dataclasses
+import math
 
 import jax.numpy as jnp
 
@@ -69,23 +70,38 @@ def prefill_tiles(
 ) -> PrefillTiles:
   """The tiles of a ragged call."""
   tokens, q_heads, _ = operands.q.shape
+  sequences = operands.page_table.shape[0]
   group = q_heads // options.kv_heads
-  lanes = options.k_geometry.lane + options.v_geometry.lane
-  # Queries and outputs twice, and a float32 accumulator with its two columns.
-  row_bytes = (
-    options.kv_heads
-    * options.k_geometry.fold
-    * (
-      2 * lanes * operands.q.dtype.itemsize
-      + (options.v_geometry.lane + 2 * 128) * 4
-    )
-  )
-  rows = min(QUERY_ROWS, QUERY_TILE_BYTES // row_bytes)
-  block = max(8, rows // group // 8 * 8)
+  # Sixteen rows fill a tile of bfloat16.
+  unit = 16 // math.gcd(16, group)
+  rows = min(QUERY_ROWS, QUERY_TILE_BYTES // query_row_bytes(operands, options))
+  # A tile that many sequences share is computed once for each of them.
+  block = min(rows // group, -(-4 * tokens // max(1, sequences)), tokens)
   return PrefillTiles(
     pages_per_block=_pages_per_block(operands, options, FEWEST_ROWS),
-    query_block=min(block, -(-tokens // 8) * 8),
+    query_block=max(unit, block // unit * unit),
   )
+
+
+def query_row_bytes(
+  operands: operands_lib.Operands, options: operands_lib.Options
+) -> int:
+  """Bytes of VMEM that a query row of all KV heads takes in a ragged call.
+
+  Queries and outputs are there twice; the accumulator has two columns, which
+  take a lane row each.
+  """
+  itemsize = 4 if wide_float(operands) else 2
+  k, v = options.k_geometry, options.v_geometry
+  return options.kv_heads * (
+    k.fold * (2 * k.lane * itemsize + (v.lane + 2 * 128) * 4)
+    + 2 * v.lane * itemsize
+  )
+
+
+def wide_float(operands: operands_lib.Operands) -> bool:
+  """Whether products are of float32."""
+  return jnp.float32 in (operands.q.dtype, operands.k_pages.dtype)
 
 
 def _pages_per_block(
@@ -100,8 +116,3 @@ def _pages_per_block(
   pages = max(1, rows // page_size)
   pages = min(pages, MOST_PAGES, max(1, BUFFER_BYTES // (2 * size)))
   return min(pages, operands.page_table.shape[1])
-
-
-def wide_float(dtype: jnp.dtype) -> bool:
-  """Whether products of this dtype take several passes."""
-  return jnp.dtype(dtype) == jnp.float32
