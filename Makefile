@@ -50,8 +50,7 @@ aot-check: $(TPU_VENV)/.tpu $(GPU_VENV)/.gpu  ## Compiles for TPU and GPU here.
 	  tests/pallas_kernels $(PYTEST_ARGS)
 
 gpu-check:  ## Checks and times the kernels on this machine's GPU; no network.
-	$(PYTHON) -m kvjax.run --config=configs/gpu_check.py \
-	  --workdir=$(OUT)/gpu_check
+	$(PYTHON) -m pallas_kernels.gpu_check --out=$(OUT)/gpu_check.json
 
 clean:  ## Removes environments and results.
 	rm -rf $(VENV) $(TPU_VENV) $(GPU_VENV) .venvs $(OUT)

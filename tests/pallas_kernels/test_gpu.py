@@ -5,7 +5,6 @@ import pytest
 from tests.pallas_kernels import conformance
 from tests.pallas_kernels import gpu_interpreter
 
-
 # The interpreter multiplies poison by NumPy before the kernel masks it.
 pytestmark = pytest.mark.filterwarnings(
   "ignore:invalid value encountered in matmul:RuntimeWarning"
