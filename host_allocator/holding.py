@@ -11,7 +11,7 @@ def table_pages(state: state_lib.State, row: int) -> tuple[np.ndarray, ...]:
   """A row's pages per group, read-only copies."""
   group_pages = []
   for group in range(len(state.pools)):
-    pages = state.rows.pages(row, group).copy()
+    pages = state.rows.pages(row, group).astype(np.intp)
     pages.flags.writeable = False
     group_pages.append(pages)
   return tuple(group_pages)
@@ -119,7 +119,7 @@ def cut(
   for group, pool in enumerate(state.pools):
     keep, have = -(-length // pool.page_size), rows.num_pages(row, group)
     table_row = rows.table_rows[group][row]
-    own = table_row[keep:have].copy()
+    own = table_row[keep:have].astype(np.intp)
     table_row[keep:have] = 0
     drop(state, row, group, own)
     dropped.append(len(own))
@@ -146,7 +146,7 @@ def release(
     state.index.release(sequence)
   note_valid_rows(state, row)
   for group in range(len(state.pools)):
-    own = state.rows.pages(row, group)
+    own = state.rows.pages(row, group).astype(np.intp)
     drop(state, row, group, own)
     dropped.append(len(own))
   state.rows.give_back(sequence)

@@ -100,7 +100,8 @@ def _found_pages(
       stop = min(-(-present // size), -(-state.index.end(node) // size))
       first = max(start // size - offset, 0)
       parts.append(node.pages[group][first : stop - offset])
-    group_pages.append(parts[0] if len(parts) == 1 else np.concatenate(parts))
+    # As indices, for which NumPy is three times faster than for int32.
+    group_pages.append(np.concatenate(parts, dtype=np.intp))
   return group_pages
 
 
@@ -158,7 +159,7 @@ def _replace_table(
     first, have = start // pool.page_size, rows.num_pages(row, group)
     table_row = rows.table_rows[group][row]
     if first < have:
-      holding.drop(state, row, group, table_row[first:have].copy())
+      holding.drop(state, row, group, table_row[first:have].astype(np.intp))
     table_row[first : first + len(ids)] = ids
     is_leased = present % pool.page_size > 0
     rows.leased[group][row] = ids[-1] if is_leased else 0

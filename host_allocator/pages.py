@@ -199,10 +199,11 @@ class PagePool:
     """
     left = self.entries[pages] - 1
     self.entries[pages] = left
-    idle = pages[(left == 0) & self.unheld(pages)]
-    self.num_evictable -= len(idle)
-    self._push(idle)
-    return len(idle)
+    if np.count_nonzero(left) or self.num_held(pages):
+      pages = pages[(left == 0) & self.unheld(pages)]
+    self.num_evictable -= len(pages)
+    self._push(pages)
+    return len(pages)
 
   def unheld(self, pages: np.ndarray) -> np.ndarray:
     """Which of the pages have neither table references nor leases."""
@@ -245,6 +246,13 @@ class PagePool:
     self.num_evictable += num_cached
     if num_cached < len(idle):
       self._push(idle[~cached])
+
+  def num_held(self, pages: np.ndarray) -> int:
+    """How many leading pages there are up to the last held one."""
+    if not self._num_leases and not np.count_nonzero(self.references[pages]):
+      return 0
+    held = (~self.unheld(pages)).nonzero()[0]
+    return int(held[-1]) + 1 if len(held) else 0
 
   def _push(self, pages: np.ndarray) -> None:
     count = self.num_free + len(pages)

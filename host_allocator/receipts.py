@@ -24,7 +24,7 @@ class PrefixMatchReceipt:
     semantic_tokens: Longest exact prefix in the index, S_indexed.
     matched_tokens: Rows returned, S_runtime (R9).
     copied_rows: Rows of a partly matching page that the first write copies.
-    group_pages: int32 page ids per group, in token order; read-only.
+    group_pages: intp page ids per group, in token order; read-only.
     group_generations: int64, their generations; read-only.
   """
 

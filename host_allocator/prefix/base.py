@@ -20,7 +20,6 @@ from typing import TypeVar
 
 import numpy as np
 
-from host_allocator import pages as pages_lib
 from host_allocator import sequences
 
 NodeT = TypeVar("NodeT", bound="Node")
@@ -52,8 +51,8 @@ class Node:
 
   Attributes:
     start: Tokens before it on the path, whole bundles.
-    key: int32 index keys from `start` on; at least `end - start` of them.
-    pages: Per group, page ids from `start` on; enough of them for `end`.
+    key: int32 index keys from `start` on; `end - start` of them count.
+    pages: Per group, page ids from `start` on; those up to `end` count.
     queued: Rank of its latest entry in the eviction queue, or None.
   """
 
@@ -86,6 +85,7 @@ class Node:
   ):
     self.root = root
     self.parent = parent
+    # None, never empty.
     self.children: Children[Node] | None = None
     self.start = start
     self.sealed_end = end
@@ -152,10 +152,12 @@ class Children(Generic[NodeT]):
       at -= 1
       del order[at]
     best, best_shared = None, 0
+    first = bundle[:4]
     for key in order[max(at - 1, 0) : at + 1]:
-      shared = common_tokens(key, bundle)
-      if shared > best_shared:
-        best, best_shared = self.by_key[key], shared
+      if key.startswith(first):  # Most tails differ in their first token.
+        shared = common_tokens(key, bundle)
+        if shared > best_shared:
+          best, best_shared = self.by_key[key], shared
     return best, best_shared
 
 
@@ -257,20 +259,3 @@ class PrefixIndex(abc.ABC):
   @abc.abstractmethod
   def end(self, node: Node) -> int:
     """Tokens up to a node's end."""
-
-
-def held_end(
-  node: Node, end: int, pools: tuple[pages_lib.PagePool, ...]
-) -> int:
-  """The tokens of a leaf's path that somebody may be reading.
-
-  References do not grow along a path, so in each group the held pages of a node
-  lead.  No sequence sees more rows than the least of what they cover.
-  """
-  held = end
-  for pool, ids in zip(pools, node.pages, strict=True):
-    ids = ids[: -(-(end - node.start) // pool.page_size)]
-    busy = np.flatnonzero(~pool.unheld(ids))
-    leading = int(busy[-1]) + 1 if len(busy) else 0
-    held = min(held, node.start + leading * pool.page_size)
-  return held

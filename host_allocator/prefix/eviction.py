@@ -59,18 +59,22 @@ class EvictionQueue:
     if self._num_stale > 64 and 2 * self._num_stale > len(self._heap):
       self._sweep()
 
-  def pop(self) -> base.Node | None:
-    """Takes out the node that should go first, or None."""
+  def first(self) -> base.Node | None:
+    """The node that should go first, or None; it stays in the queue."""
     while self._heap:
-      rank, _, node = heapq.heappop(self._heap)
-      if node.queued is not rank:
-        self._num_stale -= 1
-        continue
-      node.queued = None
-      if self._rank(node) == rank:
-        return node
-      self.push(node)
+      rank, _, node = self._heap[0]
+      if node.queued is rank:
+        if self._rank(node) == rank:
+          return node
+        self.push(node)
+      self._num_stale -= 1
+      heapq.heappop(self._heap)
     return None
+
+  def pop(self) -> None:
+    """Takes out the node that `first` has just returned."""
+    _, _, node = heapq.heappop(self._heap)
+    node.queued = None
 
   def forget(self, node: base.Node) -> None:
     """Drops a node that has left the index."""

@@ -129,28 +129,26 @@ class Forest(base.PrefixIndex):
 
   def evict(self, shortage: list[int]) -> list[int]:
     """Withdraws entries until that many pages per group have become free."""
-    freed = [0] * len(self._pools)
-    refilled = False
-    while any(have < want for have, want in zip(freed, shortage, strict=True)):
-      node = self._queue.pop()
+    missing = list(shortage)
+    is_refilled = False
+    while max(missing) > 0:
+      node = self._queue.first()
       if node is None:
-        if refilled:
+        if is_refilled:
           break
-        refilled = True
         self._refill()
+        is_refilled = True
         continue
-      if node.owner >= 0 or node.children or not node.root.alive:
-        continue
-      held = base.held_end(node, node.sealed_end, self._pools)
-      if held < node.sealed_end:
-        held -= held % self._bundle
-        missing = [w - h for w, h in zip(shortage, freed, strict=True)]
-        cut = held if self._whole_edges else self._cut(node, missing, held)
-        for group, count in enumerate(self._trim(node, cut)):
-          freed[group] += count
-        if held < cut:
-          self._queue.push(node)
-    return freed
+      held = node.sealed_end
+      if node.owner < 0 and node.children is None and node.root.alive:
+        cut = node.start if self._whole_edges else self._cut(node, missing)
+        held = self._held_end(node, cut)
+        if held < node.sealed_end:
+          for group, count in enumerate(self._trim(node, max(cut, held))):
+            missing[group] -= count
+      if held >= node.sealed_end:
+        self._queue.pop()
+    return [want - left for want, left in zip(shortage, missing, strict=True)]
 
   def drop(self, root: base.Root) -> None:
     """Forgets everything under a root and marks it dead."""
@@ -191,7 +189,7 @@ class Forest(base.PrefixIndex):
 
   def _offer(self, node: base.Node) -> None:
     """Files a leaf as a candidate; whether it is held shows when it is met."""
-    if not node.children and self.end(node) > node.start:
+    if node.children is None and self.end(node) > node.start:
       self._queue.push(node)
 
   def _refill(self) -> None:
@@ -211,7 +209,7 @@ class Forest(base.PrefixIndex):
     self, node: base.Node, bundle: np.ndarray
   ) -> tuple[base.Node | None, int]:
     """The child that shares most of a bundle, and how many tokens."""
-    if not self._partial_tails or self._bundle == 1 or not node.children:
+    if not self._partial_tails or self._bundle == 1 or node.children is None:
       return None, 0
     return node.children.nearest(bundle.tobytes())
 
@@ -270,7 +268,7 @@ class Forest(base.PrefixIndex):
     self._rows.growing[row] = False
     self._rows.published[row] = end - end % self._bundle
 
-  def _cut(self, node: base.Node, missing: list[int], held: int) -> int:
+  def _cut(self, node: base.Node, missing: list[int]) -> int:
     """Where to cut a leaf's tail so as to free what is missing, and no more."""
     size = node.sealed_end - node.start
     cut = size
@@ -278,7 +276,23 @@ class Forest(base.PrefixIndex):
       if count > 0:
         keep = max(-(-size // pool.page_size) - count, 0)
         cut = min(cut, keep * pool.page_size)
-    return max(held, node.start + cut - cut % self._bundle)
+    return node.start + cut - cut % self._bundle
+
+  def _held_end(self, node: base.Node, cut: int) -> int:
+    """Whole bundles of a leaf's path that somebody holds, if past `cut`.
+
+    References do not grow along a path, so in each group the held pages lead,
+    and no sequence sees more rows than the least of what they cover.
+    """
+    held = node.sealed_end
+    for pool, ids in zip(self._pools, node.pages, strict=True):
+      first = (cut - node.start) // pool.page_size
+      last = -(-(node.sealed_end - node.start) // pool.page_size)
+      count = pool.num_held(ids[first:last])
+      if not count:
+        return cut
+      held = min(held, cut + count * pool.page_size)
+    return held - (held % self._bundle if held < node.sealed_end else 0)
 
   def _trim(self, node: base.Node, cut: int) -> list[int]:
     """Cuts an unowned leaf at a bundle; removes it where nothing is left.
@@ -286,33 +300,46 @@ class Forest(base.PrefixIndex):
     Returns:
       Pages that became free, per group.
     """
-    size, old_key = cut - node.start, self._first_key(node)
-    self._report_removed(node, cut, node.sealed_end)
-    freed, kept = [], []
+    size, end = cut - node.start, node.sealed_end
+    self._report_removed(node, cut, end)
+    freed = []
     for pool, ids in zip(self._pools, node.pages, strict=True):
-      count = -(-size // pool.page_size)
-      freed.append(pool.withdraw(ids[count:]))
-      kept.append(compact(ids[:count]))
-    parent = node.parent
-    siblings = parent.children if parent is not None else None
-    if parent is None or siblings is None:
-      raise AssertionError("a leaf in the queue has a parent")
-    if size:
-      node.sealed_end, node.pages = cut, tuple(kept)
-      node.key = compact(node.key[:size])
+      keep = -(-size // pool.page_size)
+      last = -(-(end - node.start) // pool.page_size)
+      freed.append(pool.withdraw(ids[keep:last]))
+    if not size:
+      self._remove(node)
     else:
-      node.sealed_end = node.start  # Empty, for whoever still points here.
-      self._forget(node)
-      siblings.remove(old_key)
-      if not siblings:
-        parent.children = None
-        self._offer(parent)
-        self._prune(node.root)
+      node.sealed_end = cut
+      if 2 * size < len(node.key):
+        self._shrink(node, size)
     return freed
+
+  def _shrink(self, node: base.Node, size: int) -> None:
+    """Gives back the memory of what was cut off."""
+    node.key = node.key[:size].copy()
+    node.pages = tuple(
+      ids[: -(-size // pool.page_size)].copy()
+      for pool, ids in zip(self._pools, node.pages, strict=True)
+    )
+
+  def _remove(self, node: base.Node) -> None:
+    """Takes a leaf out, whose pages have been withdrawn."""
+    parent, key = node.parent, self._first_key(node)
+    if parent is None or parent.children is None:
+      raise AssertionError("a leaf has a parent")
+    node.sealed_end = node.start  # Empty, for whoever still points here.
+    self._queue.forget(node)
+    self._forget(node)
+    parent.children.remove(key)
+    if not len(parent.children):
+      parent.children = None
+      self._offer(parent)
+      self._prune(node.root)
 
   def _prune(self, root: base.Root) -> None:
     """Forgets a root that nobody uses and nothing hangs on."""
-    if not root.num_sequences and not root.top.children:
+    if not root.num_sequences and root.top.children is None:
       del self._roots[root.key]
       root.alive, root.top = False, None
 

@@ -103,7 +103,7 @@ class HashChainIndex(forest.Forest):
         if shared == len(bundle):
           break  # A partial tail, and all of it is there.
         if rival is not None and shared == rival.sealed_end - depth:
-          self._remove(rival)  # A partial tail that ours goes on from.
+          self._trim(rival, depth)  # Its rows are in ours too.
         child = self._attach(sequence, node, depth, stop)
       elif child.sealed_end % self._bundle:
         break
@@ -159,11 +159,6 @@ class HashChainIndex(forest.Forest):
     node.children.add(key.tobytes(), child)
     self._report_stored(child, start, stop)
     return child
-
-  def _remove(self, node: base.Node) -> None:
-    """Takes a partial tail out; its rows are in the page that replaces it."""
-    self._queue.forget(node)
-    self._trim(node, node.start)
 
   def _forget(self, node: base.Node) -> None:
     """Removes what finds a node besides its parent's children."""

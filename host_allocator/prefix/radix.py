@@ -40,9 +40,11 @@ class RadixIndex(forest.Forest):
         depth += shared
         if depth < stop or depth == num_tokens:
           break
-      if not node.children:
+      if node.children is None:
         break
-      bundle = keys[depth : min(depth + self._bundle, num_tokens)]
+      bundle = keys[depth : depth + self._bundle]
+      if depth + self._bundle > num_tokens:
+        bundle = keys[depth:num_tokens]
       child = node.children.by_key.get(bundle.tobytes())
       if child is None:
         child, shared = self._nearest(node, bundle)
@@ -160,7 +162,7 @@ class RadixIndex(forest.Forest):
     self, node: base.Node, keys: np.ndarray, depth: int, num_tokens: int
   ) -> base.Node | None:
     """The child to go on with: same bundle, or one is a part of the other."""
-    if not node.children:
+    if node.children is None:
       return None
     bundle = keys[depth : min(depth + self._bundle, num_tokens)]
     child = node.children.by_key.get(bundle.tobytes())
@@ -180,7 +182,7 @@ class RadixIndex(forest.Forest):
     num_tokens: int,
   ) -> base.Node:
     """Publishes `[depth, num_tokens)` below a node that ends at `depth`."""
-    if not node.children and node.parent is not None:
+    if node.children is None and node.parent is not None:
       self._take_over(node, sequence, num_tokens)
       return node
     row = sequence.row
