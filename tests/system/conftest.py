@@ -9,14 +9,22 @@ from kvjax import testing
 
 
 @pytest.fixture(scope="session")
-def smollm2():
-  """SmolLM2-135M in float32."""
-  return models.load(testing.smollm2_path())
+def smollm2_path():
+  try:
+    return models.smollm2_gguf()
+  except models.CheckpointError as error:
+    pytest.skip(str(error))
 
 
 @pytest.fixture(scope="session")
-def smollm2_tokenizer():
-  return models.load_tokenizer(testing.smollm2_path())
+def smollm2(smollm2_path):
+  """SmolLM2-135M in float32, scanned, which compiles five times faster."""
+  return models.load(smollm2_path, scan_layers=True)
+
+
+@pytest.fixture(scope="session")
+def smollm2_tokenizer(smollm2_path):
+  return models.load_tokenizer(smollm2_path)
 
 
 @pytest.fixture(scope="session")
