@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 
 import jax
-import jax.numpy as jnp
 
+from pallas_kernels import bits
 from pallas_kernels import checks
 from pallas_kernels import dispatch
 from pallas_kernels import errors
@@ -104,7 +104,7 @@ def resolve_write(
         f" heads of k {k.shape}"
       )
     scales = getattr(operands, f"{side}_scales")
-    quantized = jnp.dtype(pages.dtype) in quantize.LARGEST
+    quantized = bits.element_dtype(pages.dtype) in quantize.LARGEST
     if (scales is not None) != quantized:
       raise errors.KernelArgumentError(
         f"{side}_scales is {'missing' if quantized else 'given'}, expected"

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels import bits
 from pallas_kernels import page_shape
 from pallas_kernels.kv_update import operands as operands_lib
 from pallas_kernels.kv_update import quantize
@@ -57,10 +58,9 @@ def _write(
 ) -> tuple[jax.Array, jax.Array | None]:
   kv_heads, page_size = geometry.kv_heads, geometry.page_size
   factors = None
-  if scales is None:
-    x = x.astype(pages.dtype)
-  else:
-    x, factors = quantize.quantize_rows(x, pages.dtype)
+  if scales is not None:
+    x, factors = quantize.quantize_rows(x, bits.element_dtype(pages.dtype))
+  x = bits.store(x, pages.dtype)
 
   def body(
     token: jax.Array, state: tuple[jax.Array, jax.Array | None]

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels import bits
 from pallas_kernels import page_shape
 from pallas_kernels.kv_update import operands as operands_lib
 from pallas_kernels.kv_update import quantize
@@ -58,10 +59,8 @@ def _write(
   kv_heads, page_size = geometry.kv_heads, geometry.page_size
   page, row = slots // page_size, slots % page_size
   head = jnp.arange(kv_heads, dtype=jnp.int32)
-  if scales is None:
-    x = x.astype(pages.dtype)
-  else:
-    x, factors = quantize.quantize_rows(x, pages.dtype)
+  if scales is not None:
+    x, factors = quantize.quantize_rows(x, bits.element_dtype(pages.dtype))
     places = head[None, :] * page_size + row[:, None]
     scales = scales.at[page[:, None], 0, places].set(
       factors, mode="promise_in_bounds"
@@ -73,7 +72,7 @@ def _write(
     x = jnp.pad(x, ((0, 0), (0, 0), (0, stored - geometry.head_dim)))
   flat = pages.reshape(-1, stored)
   flat = flat.at[rows.reshape(-1)].set(
-    x.reshape(-1, stored), mode="promise_in_bounds"
+    bits.store(x, pages.dtype).reshape(-1, stored), mode="promise_in_bounds"
   )
   return flat.reshape(pages.shape), scales
 

@@ -6,6 +6,7 @@ import numbers
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import bits
 from pallas_kernels import checks
 from pallas_kernels import dispatch
 from pallas_kernels import errors
@@ -55,7 +56,7 @@ def paged_attention(
   Args:
     q: `[tokens, q_heads, head_dim]`, sequence after sequence.  Rows past the
       last query start are padding.
-    k_pages: `[pages, *page_shape]`, see `pallas_kernels.page_shape`.
+    k_pages: `[pages, *page_shape]`, see `page_shape` and `bits`.
     v_pages: the same for V.
     page_table: int32 `[sequences, width]`, ids into `k_pages`; padded entries
       must be in range.
@@ -221,7 +222,8 @@ def _check_dtypes(operands: operands_lib.Operands) -> None:
       f"k_pages has dtype {operands.k_pages.dtype} and v_pages"
       f" {operands.v_pages.dtype}, expected the same"
     )
-  if operands.k_pages.dtype not in FLOAT_DTYPES + QUANTIZED_DTYPES:
+  element = bits.element_dtype(operands.k_pages.dtype)
+  if element not in FLOAT_DTYPES + QUANTIZED_DTYPES:
     raise errors.KernelArgumentError(
       f"k_pages has dtype {operands.k_pages.dtype}, expected one of"
       f" {', '.join(jnp.dtype(d).name for d in FLOAT_DTYPES + QUANTIZED_DTYPES)}"
@@ -231,7 +233,7 @@ def _check_dtypes(operands: operands_lib.Operands) -> None:
 def _check_scales(
   operands: operands_lib.Operands, geometry: page_shape.PageGeometry
 ) -> None:
-  quantized = operands.k_pages.dtype in QUANTIZED_DTYPES
+  quantized = bits.element_dtype(operands.k_pages.dtype) in QUANTIZED_DTYPES
   shape = page_shape.scales_shape(geometry.kv_heads, geometry.page_size)
   for name in ("k_scales", "v_scales"):
     scales = getattr(operands, name)

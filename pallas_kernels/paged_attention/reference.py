@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import bits
 from pallas_kernels import page_shape
 from pallas_kernels.paged_attention import operands as operands_lib
 from pallas_kernels.paged_attention import visibility
@@ -93,7 +94,7 @@ def _rows(
   """Every row of every table, float32 `[sequences, rows, kv_heads, dim]`."""
   sequences, width = table.shape
   kv_heads, page_size = geometry.kv_heads, geometry.page_size
-  found = pages[table].astype(jnp.float32)
+  found = bits.load(pages[table]).astype(jnp.float32)
   found = found.reshape(sequences, width, kv_heads, page_size, -1)
   found = found[..., : geometry.head_dim]
   if scales is not None:

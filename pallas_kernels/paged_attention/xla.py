@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels import bits
 from pallas_kernels import page_shape
 from pallas_kernels.paged_attention import operands as operands_lib
 from pallas_kernels.paged_attention import tiles as tiles_lib
@@ -354,7 +355,7 @@ def _gather(
   head = jnp.arange(kv_heads, dtype=jnp.int32)[None, :, None]
   at = ids[:, None, :] * kv_heads + head
   flat = pages.reshape(-1, *pages.shape[2:])
-  found = flat.at[at].get(mode="promise_in_bounds")
+  found = bits.load(flat.at[at].get(mode="promise_in_bounds"))
   found = found.reshape(len(ids), kv_heads, -1, geometry.stored_dim)
   return found[..., : geometry.head_dim].astype(jnp.float32)
 

@@ -3,8 +3,12 @@
 import functools
 from unittest import mock
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
+from pallas_kernels import bits
+from pallas_kernels import page_shape
 from pallas_kernels.paged_attention import tiles
 from tests.pallas_kernels import batches
 from tests.pallas_kernels import conformance
@@ -56,3 +60,41 @@ class TestFolded:
   def test_attention(self, counts, head_dim):
     batch = batches.make([5, 41, 60], counts, head_dim=head_dim)
     harness.check(FOLDED, batch)
+
+
+class TestStoredAsIntegers:
+  """Narrow floats that lie in pages of unsigned integers."""
+
+  @pytest.mark.parametrize("kv_dtype", ["bfloat16", "float8_e4m3fn"])
+  @pytest.mark.parametrize("implementation", ["xla", "reference"])
+  def test_attention_reads_the_same_bits(self, implementation, kv_dtype):
+    case = conformance.Implementation(implementation)
+    batch = batches.make([5, 41, 60], dtype="bfloat16", kv_dtype=kv_dtype)
+    arrays = batches.paged(batch, "cpu")
+    want = case.attend(arrays)
+    stored = bits.storage_dtype(kv_dtype, platform="cpu")
+    for name in ("k_pages", "v_pages"):
+      arrays[name] = arrays[name].view(stored)
+    harness.assert_same_bits(case.attend(arrays), want)
+
+  @pytest.mark.parametrize("kv_dtype", ["bfloat16", "float8_e4m3fn"])
+  @pytest.mark.parametrize("implementation", ["xla", "reference"])
+  def test_writes_leave_the_same_bits(self, implementation, kv_dtype):
+    case = conformance.Implementation(implementation)
+    x = np.random.default_rng(0).standard_normal((3, 2, 64))
+    pages = np.zeros((4, 2, 16, 64), jnp.dtype(kv_dtype))
+    arrays = {
+      "k": x.astype(np.float32),
+      "v": x.astype(np.float32),
+      "slots": np.asarray([17, 40, 63], np.int32),
+    }
+    if kv_dtype == "float8_e4m3fn":
+      arrays["k_scales"] = np.ones((4, *page_shape.scales_shape(2, 16)))
+      arrays["k_scales"] = arrays["k_scales"].astype(np.float32)
+      arrays["v_scales"] = arrays["k_scales"]
+    want = case.write(arrays | {"k_pages": pages, "v_pages": pages})
+    stored = pages.view(bits.storage_dtype(kv_dtype, platform="cpu"))
+    got = case.write(arrays | {"k_pages": stored, "v_pages": stored})
+    assert got[0].dtype == stored.dtype
+    for found, wanted in zip(got, want, strict=True):
+      np.testing.assert_array_equal(found.view(wanted.dtype), wanted)
