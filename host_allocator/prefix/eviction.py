@@ -63,12 +63,14 @@ class EvictionQueue:
     """The node that should go first, or None; it stays in the queue."""
     while self._heap:
       rank, _, node = self._heap[0]
-      if node.queued is rank:
-        if self._rank(node) == rank:
-          return node
+      if node.queued is not rank:
+        heapq.heappop(self._heap)
+        self._num_stale -= 1
+      elif self._rank(node) == rank:
+        return node
+      else:
+        self.pop()
         self.push(node)
-      self._num_stale -= 1
-      heapq.heappop(self._heap)
     return None
 
   def pop(self) -> None:
