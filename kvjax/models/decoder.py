@@ -172,12 +172,15 @@ class Decoder(nnx.Module):
       successor pages.
     """
 
+    # XLA inlines it; the jit is so that it is traced once and not once a
+    # layer, which takes seconds of every new step shape of a deep model.
+    @jax.jit
     def attend(
       q: jax.Array,
       k: jax.Array,
       v: jax.Array,
       pages: pages_lib.Pages,
-      layer: int | jax.Array,
+      layer: jax.Array,
     ) -> tuple[jax.Array, pages_lib.Pages]:
       return attention_lib.attend(q, k, v, pages, step, layer=layer)
 
