@@ -282,7 +282,7 @@ def test_a_receipt_of_recycled_pages_is_refused_and_nothing_opened(cached):
 
 
 def test_a_forced_collision_costs_a_miss_and_no_wrong_answer(monkeypatch):
-  """Every page has the same digest; the tokens are the witness."""
+  """All pages have one digest; tokens and ancestors are the witness."""
   monkeypatch.setattr(
     hash_chain.HashChainIndex.__init__,
     "__kwdefaults__",
@@ -291,9 +291,17 @@ def test_a_forced_collision_costs_a_miss_and_no_wrong_answer(monkeypatch):
   allocator = driver.make(
     driver.one_group(), 16, prefix_index="hash_chain", tail_policy="full_pages"
   )
-  allocator.close(driver.prefilled(allocator, PROMPT))
-  other = [9, *PROMPT[1:]]
-  assert allocator.open(other).matched_tokens == 0
-  found = allocator.open(PROMPT)
-  assert found.matched_tokens in (0, 16, 32, 48)
+  # Both end in the same page of tokens, behind different first pages.
+  left = [*[1] * 16, *PROMPT[:16]]
+  right = [*[2] * 16, *PROMPT[:16]]
+  found = [
+    driver.prefilled(allocator, left),
+    driver.prefilled(allocator, right),
+  ]
+  pages = [sequence.pages().tolist() for sequence in found]
+  assert not set(pages[0]) & set(pages[1])
+  for tokens, own in zip((left, right), pages, strict=True):
+    again = allocator.open([*tokens, 5], want_logits=False)
+    assert again.pages().tolist() == own[: again.matched_tokens // 16]
+  assert allocator.open([*[3] * 16, *PROMPT[:16]]).matched_tokens == 0
   assert allocator.audit() == ()
