@@ -139,15 +139,16 @@ class Forest(base.PrefixIndex):
         self._refill()
         is_refilled = True
         continue
-      held = node.sealed_end
-      if node.owner < 0 and node.children is None and node.root.alive:
-        cut = node.start if self._whole_edges else self._cut(node, missing)
-        held = self._held_end(node, cut)
-        if held < node.sealed_end:
-          for group, count in enumerate(self._trim(node, max(cut, held))):
-            missing[group] -= count
-      if held >= node.sealed_end:
+      if node.owner >= 0 or node.children is not None or not node.root.alive:
         self._queue.pop()
+        continue
+      cut = node.start if self._whole_edges else self._cut(node, missing)
+      held = self._held_end(node, cut)
+      if held >= node.sealed_end:
+        self._queue.pop()  # Filed again when whoever holds it lets go.
+        continue
+      for group, count in enumerate(self._trim(node, max(cut, held))):
+        missing[group] -= count
     return [want - left for want, left in zip(shortage, missing, strict=True)]
 
   def drop(self, root: base.Root) -> None:
