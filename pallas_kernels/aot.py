@@ -12,8 +12,6 @@ this environment can.
 import argparse
 import collections
 import dataclasses
-import importlib
-import importlib.util
 import json
 import os
 import pathlib
@@ -26,13 +24,10 @@ from typing import Any
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 from pallas_kernels import aot_cases
+from pallas_kernels import aot_gpu
+from pallas_kernels import aot_tpu
 
-# Modules that each compile for one platform: `aot_tpu`, `aot_gpu`.
-_COMPILERS = tuple(
-  importlib.import_module(name)
-  for name in ("pallas_kernels.aot_tpu", "pallas_kernels.aot_gpu")
-  if importlib.util.find_spec(name) is not None
-)
+_COMPILERS = (aot_tpu, aot_gpu)
 TARGETS = tuple(target for m in _COMPILERS for target in m.TARGETS)
 _COLUMNS = (
   "op",
@@ -68,7 +63,7 @@ def _compiler(target: str) -> Any:
 
 def table(found: Sequence[aot_cases.Row]) -> str:
   """Rows as aligned text, then the reasons, each with how many it stopped."""
-  lines = [_COLUMNS]
+  lines: list[tuple[str, ...]] = [_COLUMNS]
   for row in found:
     values = [getattr(row, name) for name in _COLUMNS]
     lines.append(tuple("" if x is None else str(x) for x in values))

@@ -26,7 +26,10 @@ COMPILED = "compiled"
 UNSUPPORTED = "unsupported"  # `why_unsupported` says so, and `xla` takes over
 FAILED = "failed"
 
-Array = jax.ShapeDtypeStruct
+
+def array(shape: tuple[int, ...], dtype: Any) -> Any:
+  """A shape where the operands' types say array."""
+  return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -182,16 +185,16 @@ def pool(
   head_dim: int,
   dtype: str,
   platform: str,
-) -> tuple[Array, Array | None]:
+) -> tuple[Any, Any]:
   """One side's pages and, where they are quantised, its scales."""
   shape = page_shape.page_shape(
     kv_heads, page_size, head_dim, platform=platform
   )
-  pages = Array((num_pages, *shape), jnp.dtype(dtype))
+  pages = array((num_pages, *shape), dtype)
   if pages.dtype.itemsize > 1:
     return pages, None
   scales = page_shape.scales_shape(kv_heads, page_size)
-  return pages, Array((num_pages, *scales), jnp.float32)
+  return pages, array((num_pages, *scales), jnp.float32)
 
 
 def _attention_call(case: Case, platform: str) -> Call:
@@ -206,15 +209,15 @@ def _attention_call(case: Case, platform: str) -> Call:
     platform,
   )
   tokens = shape.sequences * shape.queries
-  starts = Array((shape.sequences + 1,), jnp.int32)
+  starts = array((shape.sequences + 1,), jnp.int32)
   operands = attention_operands.Operands(
-    q=Array((tokens, shape.q_heads, shape.head_dim), jnp.dtype(shape.dtype)),
+    q=array((tokens, shape.q_heads, shape.head_dim), shape.dtype),
     k_pages=pages,
     v_pages=pages,
-    page_table=Array((shape.sequences, shape.width), jnp.int32),
-    context_lens=Array((shape.sequences,), jnp.int32),
+    page_table=array((shape.sequences, shape.width), jnp.int32),
+    context_lens=array((shape.sequences,), jnp.int32),
     query_starts=None if shape.is_decode else starts,
-    window=None if shape.window is None else Array((), jnp.int32),
+    window=None if shape.window is None else array((), jnp.int32),
     k_scales=scales,
     v_scales=scales,
   )
@@ -244,8 +247,8 @@ def _merge_call(case: Case, platform: str) -> Call:
   assert isinstance(shape, MergeShape)
   states = (shape.parts, shape.tokens, shape.heads)
   operands = merge_operands.Operands(
-    outs=Array((*states, shape.head_dim), jnp.dtype(shape.dtype)),
-    lses=Array(states, jnp.float32),
+    outs=array((*states, shape.head_dim), shape.dtype),
+    lses=array(states, jnp.float32),
   )
 
   def run(x: merge_operands.Operands) -> Any:
@@ -256,9 +259,7 @@ def _merge_call(case: Case, platform: str) -> Call:
   return Call(run, operands, merge_operands.Options(), merge_api.OP)
 
 
-def _update_pool(
-  case: Case, platform: str
-) -> tuple[UpdateShape, Array, Array | None]:
+def _update_pool(case: Case, platform: str) -> tuple[UpdateShape, Any, Any]:
   shape = case.shape
   assert isinstance(shape, UpdateShape)
   pages, scales = pool(
@@ -274,15 +275,13 @@ def _update_pool(
 
 def _write_call(case: Case, platform: str) -> Call:
   shape, pages, scales = _update_pool(case, platform)
-  rows = Array(
-    (shape.rows, shape.kv_heads, shape.head_dim), jnp.dtype(shape.dtype)
-  )
+  rows = array((shape.rows, shape.kv_heads, shape.head_dim), shape.dtype)
   operands = update_operands.WriteOperands(
     k=rows,
     v=rows,
     k_pages=pages,
     v_pages=pages,
-    slots=Array((shape.rows,), jnp.int32),
+    slots=array((shape.rows,), jnp.int32),
     k_scales=scales,
     v_scales=scales,
   )
@@ -310,7 +309,7 @@ def _write_call(case: Case, platform: str) -> Call:
 
 def _copy_call(case: Case, platform: str) -> Call:
   shape, pages, _ = _update_pool(case, platform)
-  ids = Array((shape.rows,), jnp.int32)
+  ids = array((shape.rows,), jnp.int32)
   operands = update_operands.CopyOperands(
     pages=pages, source_pages=ids, destination_pages=ids, row_counts=ids
   )

@@ -1,12 +1,13 @@
 """What `gpu_check` checks and times, in full and dry."""
 
 import dataclasses
+from typing import Any
 
 from pallas_kernels import gpu_problems
 
 Problem = gpu_problems.Problem
 # Heads of a model of some eight billion weights.
-LARGE = {"q_heads": 32, "kv_heads": 8}
+LARGE: dict[str, Any] = {"q_heads": 32, "kv_heads": 8}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +52,7 @@ def _checks() -> tuple[Problem, ...]:
           )
         )
   plain = Problem("", lengths)
-  for change in (
+  changes: tuple[dict[str, Any], ...] = (
     {"page_size": 8},
     {"page_size": 64},
     {"page_size": 128},
@@ -60,7 +61,8 @@ def _checks() -> tuple[Problem, ...]:
     {"q_heads": 16},
     {"window": 100},
     {"soft_cap": 20.0},
-  ):
+  )
+  for change in changes:
     name = " ".join(f"{key} {value}" for key, value in change.items())
     for phase, ragged in (("decode", None), ("ragged", counts)):
       made.append(

@@ -175,6 +175,9 @@ def _body(
     plgpu.copy_gmem_to_smem(hi_g.at[tile, rows], hi_s.at[warpgroup], ready)
     plgpu.barrier_wait(ready)
 
+    row_lo = gpu_tile.laid_out(lo_s.at[warpgroup][...], gpu_tile.ROWS, spec)
+    row_hi = gpu_tile.laid_out(hi_s.at[warpgroup][...], gpu_tile.ROWS, spec)
+
     def step(index: jax.Array, state: gpu_tile.State) -> gpu_tile.State:
       slot = lax.rem(index - first, stages)
       first_row = index * spec.key_rows
@@ -182,9 +185,7 @@ def _body(
       found = gpu_tile.logits(mine, k, k_scales, spec)
       found = lax.cond(
         (first_row < full_lo) | (first_row + spec.key_rows > full_hi),
-        lambda x: _masked(
-          x, first_row, lo_s.at[warpgroup], hi_s.at[warpgroup], spec
-        ),
+        lambda x: _masked(x, first_row, row_lo, row_hi, spec),
         lambda x: x,
         found,
       )
@@ -210,19 +211,14 @@ def _body(
 def _masked(
   found: jax.Array,  # float32 [64, key_rows]
   first_row: jax.Array,
-  lo_s: Ref,  # int32 [64]
-  hi_s: Ref,  # int32 [64]
+  row_lo: jax.Array,  # int32 [64]
+  row_hi: jax.Array,  # int32 [64]
   spec: gpu_tile.Spec,
 ) -> jax.Array:
   """Logits with -inf where a query does not see the key."""
   key = gpu_tile.key_index(first_row, spec)
-  # Read where they are used: kept, they would take registers.
-  lo, hi = (
-    lax.broadcast_in_dim(
-      gpu_tile.laid_out(bound[...], gpu_tile.ROWS, spec), found.shape, (0,)
-    )
-    for bound in (lo_s, hi_s)
-  )
+  lo = lax.broadcast_in_dim(row_lo, found.shape, (0,))
+  hi = lax.broadcast_in_dim(row_hi, found.shape, (0,))
   return jnp.where(
     (key >= lo) & (key < hi), found, jnp.full_like(found, -jnp.inf)
   )

@@ -5,6 +5,7 @@ tiles    [a a] [a .] [b .] [c c] [c c] [c .] [. .]
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,18 @@ import jax.numpy as jnp
 FAR = 2**30
 
 
+@functools.partial(
+  jax.tree_util.register_dataclass,
+  data_fields=(
+    "token_of_slot",
+    "slot_of_token",
+    "real",
+    "row_lo",
+    "row_hi",
+    "facts",
+  ),
+  meta_fields=("group", "padded_group"),
+)
 @dataclasses.dataclass(frozen=True)
 class Plan:
   """Where each query row goes, and what each tile reads.
