@@ -99,8 +99,8 @@ def _write(
   v = v.reshape(rows.shape[0], *v.shape[-2:])
   if slab.k_scales is None:
     k_pages, v_pages = kv_update.write_kv(
-      k.astype(slab.k.dtype),
-      v.astype(slab.v.dtype),
+      k,
+      v,
       slab.k,
       slab.v,
       rows,

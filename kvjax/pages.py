@@ -15,6 +15,7 @@ import numpy as np
 
 from host_allocator import errors
 from host_allocator import layout as layouts
+from pallas_kernels import bits
 from pallas_kernels import kv_update
 from pallas_kernels import page_shape
 
@@ -98,7 +99,10 @@ def _make_group(group: layouts.CacheGroup, pages_per_layer: int) -> GroupPages:
     group.head_dim,
     platform=jax.default_backend(),
   )
-  dtype = storage_dtype(group)
+  # XLA for CPU would convert a whole pool of narrow floats to write a row.
+  dtype = bits.storage_dtype(
+    storage_dtype(group), platform=jax.default_backend()
+  )
 
   def scales() -> jax.Array | None:
     if group.quantization is None:
@@ -198,7 +202,9 @@ def gather_rows(
 
   def rows(slab: jax.Array) -> jax.Array:
     kv_heads = slab.shape[1]
-    taken = slab[ids].reshape(num_pages, kv_heads, group.page_size, -1)
+    taken = bits.load(slab[ids]).reshape(
+      num_pages, kv_heads, group.page_size, -1
+    )
     flat = taken.transpose(0, 2, 1, 3).reshape(-1, kv_heads, taken.shape[-1])
     return flat[:length, :, : group.head_dim]
 

@@ -1,5 +1,6 @@
 """The public ops: validate, resolve and select."""
 
+import dataclasses
 from collections.abc import Sequence
 
 import jax
@@ -38,7 +39,7 @@ def write_kv(
   carry a slot of a null page.
 
   Args:
-    k: `[tokens, kv_heads, head_dim]`.
+    k: `[tokens, kv_heads, head_dim]`, rounded to what the pages hold.
     v: `[tokens, kv_heads, v_head_dim]`.
     k_pages: `[pages, *page_shape]`; floating, int8 or float8_e4m3fn.
     v_pages: the same for V.
@@ -69,6 +70,12 @@ def write_kv(
     v_scales=v_scales,
   )
   options = resolve_write(operands)
+  if k_scales is None:
+    operands = dataclasses.replace(
+      operands,
+      k=k.astype(bits.element_dtype(k_pages.dtype)),
+      v=v.astype(bits.element_dtype(v_pages.dtype)),
+    )
   module = WRITE.select(implementation, operands, options)
   return module.write_kv(operands, options)
 
