@@ -281,12 +281,20 @@ def test_a_receipt_of_recycled_pages_is_refused_and_nothing_opened(cached):
   assert cached.state_digest() == digest
 
 
-def test_a_forced_collision_costs_a_miss_and_no_wrong_answer(monkeypatch):
-  """All pages have one digest; tokens and ancestors are the witness."""
+@pytest.mark.parametrize(
+  "key",
+  [
+    lambda parent, tokens, extras: b"same",
+    lambda parent, tokens, extras: tokens,
+  ],
+  ids=["one digest for all", "one digest under all ancestors"],
+)
+def test_a_forced_collision_costs_a_miss_and_no_wrong_answer(monkeypatch, key):
+  """Tokens and ancestors are the witness."""
   monkeypatch.setattr(
     hash_chain.HashChainIndex.__init__,
     "__kwdefaults__",
-    {"key_function": lambda parent, tokens, extras: b"same"},
+    {"key_function": key},
   )
   allocator = driver.make(
     driver.one_group(), 16, prefix_index="hash_chain", tail_policy="full_pages"

@@ -242,6 +242,47 @@ class Machine(stateful.RuleBasedStateMachine):
 
     self.each(operate)
 
+  @stateful.precondition(has_live)
+  @stateful.rule(number=NUMBER, back=st.integers(1, 4))
+  def rewrite_under_a_lease(self, number, back):
+    """Somebody reads a sequence that is cut and then goes on differently."""
+
+    def operate(world):
+      live = self.pick(world, number)
+      free = world.plan is None and len(world.leases) < 2
+      if free and len(live.tokens) > back:
+        world.take_lease(live)
+        world.truncate(live, len(live.tokens) - back)
+        world.append([live], number % 3)
+        world.reserve(worlds.all_work(live))
+        world.commit()
+
+    self.each(operate)
+
+  @stateful.precondition(has_live)
+  @stateful.rule(number=NUMBER, steps=st.integers(1, 6))
+  def fork_and_decode_alike(self, number, steps):
+    """Two forks compute equal rows side by side until they fill a bundle."""
+
+    def operate(world):
+      live = self.pick(world, number)
+      if world.plan is not None or len(world.live) == worlds.MAX_SEQUENCES:
+        return
+      world.fork(live)
+      twins = [live, world.live[-1]]
+      for step in range(steps):
+        if any(len(twin.tokens) == worlds.MAX_LENGTH for twin in twins):
+          return
+        world.append(twins[:1], step)
+        world.append(twins[1:], step)
+        world.reserve(
+          [work for twin in twins for work in worlds.all_work(twin)]
+        )
+        world.commit()
+        world.check()
+
+    self.each(operate)
+
   @stateful.precondition(
     lambda self: all(world.leases for world in self.worlds)
   )
@@ -308,7 +349,9 @@ WEIGHTS = {
   "close": 8,
   "cancel": 3,
   "lease": 3,
-  "release": 3,
+  "release": 4,
+  "rewrite_under_a_lease": 3,
+  "fork_and_decode_alike": 3,
 }
 
 
@@ -387,7 +430,7 @@ def simulate(seed, episodes, steps):
 
 
 def test_a_seeded_run_meets_every_kind_of_operation():
-  tally = simulate(seed=8, episodes=10, steps=120)
+  tally = simulate(seed=5, episodes=10, steps=120)
   for kind in (
     "equal residents",
     "dedupe",

@@ -294,6 +294,8 @@ class World:
       )
       slots = packing.field(buffer, "slots", g)
       assert not slots[total:].any()
+      written = {slot for slot in slots.tolist() if slot >= memory.page_size}
+      assert not written & self.readable(g), "a row in use is overwritten"
       memory.write(slots[:total].tolist(), contents)
       table = packing.field(buffer, "page_table", g)
       for i, (live, count) in enumerate(batch):
@@ -304,6 +306,23 @@ class World:
         rows = self.histories.of(live.root, live.keys)
         assert memory.read(pages, stop) == rows[:stop]
         assert not any(pages[used:])
+
+  def readable(self, group: int) -> set[int]:
+    """Slots of rows that somebody may read: sequences, index, leases."""
+    size, views = self.config.page_sizes[group], []
+    for live in self.live:
+      views.append((self.pages(live, group), self.present(live)))
+    for lease, _ in self.leases:
+      views.append((lease.group_pages[group].tolist(), lease.num_tokens))
+    unit = self.layout.bundle_tokens
+    for resident in self.residents:
+      rows = (len(resident.tokens) - 1) % unit + 1
+      views.append((resident.pages[group], rows))
+    return {
+      pages[row // size] * size + row % size
+      for pages, rows in views
+      for row in range(rows)
+    }
 
   def commit(self):
     if self.plan is None:
@@ -817,3 +836,9 @@ def some_work(world: World, number: int, width: int, count: int):
     (live, min(count, len(live.tokens) - live.length))
     for live in waiting[:width]
   ]
+
+
+def all_work(live: Live):
+  """What is left to compute of one sequence, as a batch."""
+  left = len(live.tokens) - live.length
+  return [(live, left)] if left else []
