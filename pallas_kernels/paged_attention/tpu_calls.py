@@ -223,17 +223,44 @@ def seen_rows(
   Returns:
     int32 `[tokens]` twice; end <= first where it sees nothing.
   """
+  if operands.is_decode:
+    return _interval(
+      operands,
+      options,
+      operands.context_lens,
+      operands.query_positions,
+      operands.key_starts,
+    )
   sequence, real = visibility.sequence_of_tokens(operands)
-  position = visibility.token_positions(operands, sequence)
-  if operands.key_starts is not None:
-    position = position - operands.key_starts[sequence]
-  end = operands.context_lens[sequence]
+  key_starts = operands.key_starts
+  first, end = _interval(
+    operands,
+    options,
+    operands.context_lens[sequence],
+    visibility.token_positions(operands, sequence),
+    None if key_starts is None else key_starts[sequence],
+  )
+  return first, jnp.where(real, end, 0)
+
+
+def _interval(
+  operands: operands_lib.Operands,
+  options: operands_lib.Options,
+  end: jax.Array,
+  position: jax.Array | None,
+  key_start: jax.Array | None,
+) -> tuple[jax.Array, jax.Array]:
+  """The rows before `end` that positions allow; None is that of the last."""
+  if position is None:
+    position = end - 1
+  elif key_start is not None:
+    position = position - key_start
   if options.causal:
     end = jnp.minimum(end, position + 1)
   first = jnp.zeros_like(end)
   if operands.window is not None:
     first = jnp.maximum(first, position - operands.window + 1)
-  return first, jnp.where(real, end, 0)
+  return first, end
 
 
 def folded_queries(
