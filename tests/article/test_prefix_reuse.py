@@ -97,6 +97,27 @@ def test_row_copies_spare_the_same_at_every_page_size(page_size):
   assert [sequence.matched_tokens for sequence in found] == [24, 15]
 
 
+@pytest.mark.parametrize("index", ["radix", "hash_chain"])
+def test_a_partial_match_never_takes_the_last_page_from_its_prompt(index):
+  """Reading ten rows in place would leave no page for the copy."""
+  allocator = driver.make(driver.one_group(4), 3, prefix_index=index)
+  allocator.close(driver.prefilled(allocator, range(12)))
+  lone = allocator.open([*range(10), 50, 51])
+  assert lone.matched_tokens == 8
+  driver.compute(allocator, lone)
+  assert lone.length == 12
+
+
+@pytest.mark.parametrize("index", ["radix", "hash_chain"])
+def test_reading_a_page_that_is_held_anyhow_costs_nothing(index):
+  allocator = driver.make(driver.one_group(4), 4, prefix_index=index)
+  driver.prefilled(allocator, range(8))
+  second = allocator.open([*range(6), 50, 51, 52, 53, 54, 55])
+  assert second.matched_tokens == 6
+  driver.compute(allocator, second)
+  assert second.length == 12
+
+
 @pytest.fixture(params=["radix", "hash_chain"])
 def cached(request):
   """An allocator that has PROMPT, closed, and nothing else."""

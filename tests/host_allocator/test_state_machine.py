@@ -466,3 +466,24 @@ def test_a_lease_taken_during_a_step_does_not_hide_its_rows():
   world.take_lease(live)
   world.commit()
   world.check()
+
+
+@pytest.mark.parametrize("index", INDEXES)
+def test_a_duplicate_is_not_taken_from_another_bundle_that_begins_alike(index):
+  """Forks fill one bundle each; one of the two is there already."""
+  world = worlds.World(worlds.Config(index, (2, 3), (20, 14)))
+  for tokens in ([0, 0, 1, 2, 0, 0], [0, 0, 1, 2]):
+    world.open(tokens, "", "", True)
+  known, live = world.live
+  for member in (known, live):
+    world.reserve(worlds.all_work(member))
+    world.commit()
+  world.fork(live)
+  twins = [live, world.live[-1]]
+  for token in (0, 1):
+    world.append(twins[:1], token)
+  for token in (0, 0):
+    world.append(twins[1:], token)
+  world.reserve([work for twin in twins for work in worlds.all_work(twin)])
+  world.commit()
+  world.check()
