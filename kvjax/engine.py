@@ -203,7 +203,8 @@ class Engine:
       try:
         events = self._stepper.step()
         for event in events:
-          self._retire(event.request)
+          if event.finish_reason is not None:
+            self._retire(event.request)
       finally:
         self._in_step = False
         ended = self._end_deferred()
@@ -275,12 +276,12 @@ class Engine:
     position = 0
     try:
       while True:
-        while position < len(request.events):
-          yield request.events[position]
+        while position < request.num_events:
+          yield request.event(position)
           position += 1
         if not request.is_finished:
           self.step()
-        elif position == len(request.events):  # other threads step, too
+        elif position == request.num_events:  # other threads step, too
           break
     except GeneratorExit:
       with self._lock:

@@ -61,7 +61,7 @@ class PrefixRegistry:
     if leader.remaining <= 1:
       return 0
     most = len(sample.known) - 1  # the last row is computed for its logits
-    if leader.request is sample.request and not sample.num_generated:
+    if leader.request_id == sample.request_id and not sample.num_generated:
       return most  # then it is a fork of the leader
     if self._least_shared is None:
       return 0
@@ -84,6 +84,11 @@ class PrefixRegistry:
   def release(self, leader: requests.Sample) -> list[requests.Sample]:
     """Takes out all followers of a leader that ended."""
     return [sample for sample, _ in self._followers.pop(leader, ())]
+
+  @property
+  def is_empty(self) -> bool:
+    """Whether nobody waits for anybody."""
+    return not self._followers
 
   def __len__(self) -> int:
     return sum(map(len, self._followers.values()))

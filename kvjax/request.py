@@ -9,6 +9,8 @@ import dataclasses
 import enum
 import math
 import time
+import weakref
+from typing import NamedTuple
 
 import numpy as np
 
@@ -96,8 +98,7 @@ def _check(holds: bool, message: str) -> None:
     raise errors.BadRequest(message)
 
 
-@dataclasses.dataclass(frozen=True)
-class TokenEvent:
+class TokenEvent(NamedTuple):
   """One generated token, or the end of a sample without one.
 
   Attributes:
@@ -118,11 +119,11 @@ class TokenEvent:
 
 @dataclasses.dataclass(frozen=True)
 class Output:
-  """One finished continuation: its tokens, text and reason to end."""
+  """One continuation: its tokens, its text, and why it ended, if it has."""
 
   tokens: tuple[int, ...]
   text: str
-  finish_reason: FinishReason
+  finish_reason: FinishReason | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,7 +155,7 @@ class Completion:
     return self.outputs[0].text
 
   @property
-  def finish_reason(self) -> FinishReason:
+  def finish_reason(self) -> FinishReason | None:
     """The first sample's reason to end."""
     return self.outputs[0].finish_reason
 
@@ -167,7 +168,10 @@ class Sample:
   `tokens[:computed]` are the rows that its sequence has in the cache.
 
   Attributes:
+    request_id: of its request.
+    index: among the samples of its request.
     order: sorts samples by arrival.
+    params: how it is drawn.
     tokens: the prompt and what was generated so far.
     known: int32, `tokens` as they were when the sample began to wait.
     max_length: `len(tokens)` at which the sample ends.
@@ -176,23 +180,22 @@ class Sample:
     frontier: most rows that were ever computed, so that recomputed rows are
       not counted as new ones.
     preemptions: how often its sequence was taken away.
-    last_turn: rises whenever it is scheduled.
     stuck: how often in a row it did not fit though it ran alone.
     finish_reason: None until it is finished.
   """
 
   __slots__ = (
+    "_request",
     "computed",
     "finish_reason",
     "frontier",
     "index",
     "known",
-    "last_turn",
     "max_length",
     "order",
-    "pieces",
+    "params",
     "preemptions",
-    "request",
+    "request_id",
     "sequence",
     "stop_tokens",
     "stuck",
@@ -209,25 +212,33 @@ class Sample:
     stop_tokens: frozenset[int],
     text_stream: text_lib.TextStream | None,
   ):
-    self.request = request
+    # Weak: what is finished goes without the cyclic collector's help.
+    self._request = weakref.ref(request)
+    self.request_id = request.id
     self.index = index
     self.order = (request.id, index)
+    self.params = request.params
     self.tokens: list[int] = request.prompt_tokens.tolist()
     self.known = request.prompt_tokens
     self.max_length = max_length
     self.stop_tokens = stop_tokens
     self.text_stream = text_stream
-    self.pieces: list[str] = []
     self.sequence: sequences.Sequence | None = None
     self.computed = 0
     self.frontier = 0
     self.preemptions = 0
-    self.last_turn = -1
     self.stuck = 0
     self.finish_reason: FinishReason | None = None
 
   def __lt__(self, other: "Sample") -> bool:
     return self.order < other.order
+
+  @property
+  def request(self) -> "Request":
+    """Its request, which the engine keeps until it is finished."""
+    request = self._request()
+    assert request is not None
+    return request
 
   @property
   def held(self) -> sequences.Sequence:
@@ -260,30 +271,18 @@ class Sample:
         reason = FinishReason.STOP_STRING
     if reason is None and len(self.tokens) >= self.max_length:
       reason = FinishReason.LENGTH
-    return self._event(token, piece, reason)
+    if reason is not None:
+      piece += self._finish(reason)
+    return self.request.record(self.index, token, piece, reason)
 
   def end(self, reason: FinishReason) -> TokenEvent:
     """Finishes without a new token."""
-    return self._event(None, "", reason)
+    return self.request.record(self.index, None, self._finish(reason), reason)
 
-  def _event(
-    self, token: int | None, piece: str, reason: FinishReason | None
-  ) -> TokenEvent:
-    if reason is not None:
-      self.finish_reason = reason
-      if self.text_stream is not None:
-        piece += self.text_stream.flush()
-    if piece:
-      self.pieces.append(piece)
-    event = TokenEvent(self.request, self.index, token, piece, reason)
-    self.request.record(event)
-    return event
-
-  def output(self) -> Output:
-    """The finished continuation."""
-    assert self.finish_reason is not None
-    generated = self.tokens[len(self.request.prompt_tokens) :]
-    return Output(tuple(generated), "".join(self.pieces), self.finish_reason)
+  def _finish(self, reason: FinishReason) -> str:
+    """Notes the end; returns the text that was held back until now."""
+    self.finish_reason = reason
+    return "" if self.text_stream is None else self.text_stream.flush()
 
 
 class Request:
@@ -296,9 +295,10 @@ class Request:
     seed: of its samples' keys.
     namespace: whose cached prefixes it may find.
     samples: its `params.n` continuations.
-    events: every token event so far, in order.
     matched_tokens: prompt rows that its first sample found in the cache.
     error: what failed it, or None.
+    submit_time, first_token_time, finish_time: `time.perf_counter()` at these
+      moments; NaN until they come.
   """
 
   def __init__(
@@ -316,35 +316,62 @@ class Request:
     self.seed = seed
     self.namespace = namespace
     self.samples: tuple[Sample, ...] = ()
-    self.events: list[TokenEvent] = []
     self.matched_tokens = 0
     self.error: BaseException | None = None
     self.submit_time = time.perf_counter()
     self.first_token_time = math.nan
     self.finish_time = math.nan
     self._unfinished = params.n
+    # Events without the request: nothing here refers back to it.
+    self._log: list[tuple[int, int | None, str, FinishReason | None]] = []
 
   @property
   def is_finished(self) -> bool:
     """Whether every sample has ended."""
     return self._unfinished == 0
 
-  def record(self, event: TokenEvent) -> None:
-    """Keeps an event for whoever streams this request."""
-    self.events.append(event)
-    if event.token is not None and math.isnan(self.first_token_time):
+  @property
+  def num_events(self) -> int:
+    """Token events so far."""
+    return len(self._log)
+
+  def event(self, position: int) -> TokenEvent:
+    """One of the token events so far, in the order in which they happened."""
+    return TokenEvent(self, *self._log[position])
+
+  @property
+  def events(self) -> list[TokenEvent]:
+    """All token events so far."""
+    return [TokenEvent(self, *entry) for entry in self._log]
+
+  def record(
+    self,
+    sample: int,
+    token: int | None,
+    text: str,
+    reason: FinishReason | None,
+  ) -> TokenEvent:
+    """Keeps an event for whoever streams this request, and returns it."""
+    if token is not None and math.isnan(self.first_token_time):
       self.first_token_time = time.perf_counter()
-    if event.finish_reason is not None:
+    self._log.append((sample, token, text, reason))
+    if reason is not None:
       self._unfinished -= 1
       if self._unfinished == 0:
         self.finish_time = time.perf_counter()
+    return TokenEvent(self, sample, token, text, reason)
 
   def completion(self) -> Completion:
-    """The finished request's outputs."""
+    """The outputs; of a request that has not finished, those so far."""
     return Completion(
       prompt_tokens=tuple(self.prompt_tokens.tolist()),
-      outputs=tuple(sample.output() for sample in self.samples),
+      outputs=tuple(self._output(sample) for sample in self.samples),
       matched_tokens=self.matched_tokens,
       time_to_first_token_seconds=self.first_token_time - self.submit_time,
       seconds=self.finish_time - self.submit_time,
     )
+
+  def _output(self, sample: Sample) -> Output:
+    pieces = [entry[2] for entry in self._log if entry[0] == sample.index]
+    tokens = sample.tokens[len(self.prompt_tokens) :]
+    return Output(tuple(tokens), "".join(pieces), sample.finish_reason)

@@ -65,7 +65,7 @@ def pack(samples: Sequence[requests.Sample], num_sequences: int) -> np.ndarray:
   packed = np.zeros((len(_FIELDS), num_sequences), np.uint32)
   packed[:2].view(np.float32)[1] = 1.0
   for row, sample in enumerate(samples):
-    params = sample.request.params
+    params = sample.params
     floats = np.array([params.temperature, params.top_p], np.float32)
     packed[:2, row] = floats.view(np.uint32)
     high, low = divmod(sample.request.seed, _WORD)
@@ -199,7 +199,7 @@ class RowsUpload:
     self, samples: list[requests.Sample], num_sequences: int
   ) -> SamplingRows:
     """The rows of a batch, padded to a step's number of sequences."""
-    if all(s.request.params.temperature == 0.0 for s in samples):
+    if all(s.params.temperature == 0.0 for s in samples):
       if num_sequences not in self._greedy:
         self._greedy[num_sequences] = _upload((), num_sequences)
       return self._greedy[num_sequences]

@@ -15,7 +15,6 @@ ends.
 
 import bisect
 import heapq
-import itertools
 
 from host_allocator import errors
 from kvjax import cache as caches
@@ -59,7 +58,7 @@ class Scheduler:
     self._registry = prefixes.PrefixRegistry(
       min(page_size, _LEAST_SHARED) if shares_prefixes else None
     )
-    self._turns = itertools.count()
+    self._last_served = (-1, -1)
     self._waiting: list[requests.Sample] = []  # a heap
     self.running: list[requests.Sample] = []  # in order of arrival
     self.refused: list[tuple[requests.Sample, errors.KVError]] = []
@@ -83,15 +82,15 @@ class Scheduler:
     budget = self._token_budget - len(batch)
     budget = self._continue_prefills(batch, budget)
     self._admit(batch, budget)
-    for sample, _ in batch:
-      sample.last_turn = next(self._turns)
     return batch
 
   def _decodes(self) -> Batch:
     ready = [sample for sample in self.running if sample.remaining == 1]
     if len(ready) > self._token_budget:
-      ready.sort(key=lambda sample: sample.last_turn)
-      del ready[self._token_budget :]
+      # Go round: on from the one that was served last.
+      start = bisect.bisect(ready, self._last_served, key=_order)
+      ready = (ready[start:] + ready[:start])[: self._token_budget]
+      self._last_served = ready[-1].order
     return [(sample, 1) for sample in ready]
 
   def _continue_prefills(self, batch: Batch, budget: int) -> int:
@@ -131,7 +130,7 @@ class Scheduler:
     It may be its only step: once it has ended there is nothing to fork.
     """
     awake = []
-    while self._waiting and self._waiting[0].request is sample.request:
+    while self._waiting and self._waiting[0].request_id == sample.request_id:
       sibling = heapq.heappop(self._waiting)
       if not self._registry.park(sibling, self.running):
         awake.append(sibling)
@@ -161,11 +160,11 @@ class Scheduler:
 
   def _donor(self, sample: requests.Sample) -> requests.Sample | None:
     """A running sample of the same request whose prompt can be forked."""
-    if sample.request.params.n == 1 or sample.num_generated:
+    if sample.params.n == 1 or sample.num_generated:
       return None
     for other in self.running:
       if (
-        other.request is sample.request
+        other.request_id == sample.request_id
         and other.computed >= len(sample.tokens) - 1
       ):
         return other
@@ -223,16 +222,21 @@ class Scheduler:
 
   def commit(self, batch: Batch) -> None:
     """Notes that a step's rows are there; wakes those who waited for them."""
+    computed = new = 0
     for sample, count in batch:
       before = max(sample.computed, sample.frontier)
       sample.computed += count
       sample.stuck = 0
-      new = max(0, sample.computed - before)
-      sample.frontier = max(sample.frontier, sample.computed)
-      self._stats.computed_tokens += new
-      self._stats.recomputed_tokens += count - new
-      for follower in self._registry.wake(sample):
-        self._welcome(follower, sample)
+      computed += count
+      if sample.computed > before:
+        new += sample.computed - before
+        sample.frontier = sample.computed
+    self._stats.computed_tokens += new
+    self._stats.recomputed_tokens += computed - new
+    if not self._registry.is_empty:
+      for leader, _ in batch:
+        for follower in self._registry.wake(leader):
+          self._welcome(follower, leader)
 
   def _welcome(
     self, follower: requests.Sample, leader: requests.Sample
@@ -241,7 +245,7 @@ class Scheduler:
     if follower.finish_reason is not None:
       return
     if (
-      follower.request is leader.request
+      follower.request_id == leader.request_id
       and len(self.running) < self._max_sequences
     ):
       self._fork(leader, follower)
@@ -316,3 +320,7 @@ def _take(batch: Batch, sample: requests.Sample, budget: int) -> int:
   count = min(sample.remaining, budget)
   batch.append((sample, count))
   return budget - count
+
+
+def _order(sample: requests.Sample) -> tuple[int, int]:
+  return sample.order

@@ -331,7 +331,7 @@ def test_a_stream_yields_every_token_as_it_comes(model, prompts, expected):
     for event in engine.stream(first):
       assert event.request is first
       seen.append(event.token)
-      assert len(first.events) == len(seen)
+      assert first.num_events == len(seen)
     assert tuple(seen) == expected[0]
     assert event.finish_reason is Reason.LENGTH
     # The second ran along, and its events are still there.

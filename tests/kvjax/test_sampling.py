@@ -17,9 +17,8 @@ def fake_sample(index=0, seed=0, **params):
   """All that `pack` reads of a sample."""
   return types.SimpleNamespace(
     index=index,
-    request=types.SimpleNamespace(
-      params=requests.SamplingParams(**params), seed=seed
-    ),
+    params=requests.SamplingParams(**params),
+    request=types.SimpleNamespace(seed=seed),
   )
 
 
