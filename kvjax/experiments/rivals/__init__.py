@@ -1,0 +1,1 @@
+"""Other KV managers, measured beside ours where their source is there."""
