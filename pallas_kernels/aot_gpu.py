@@ -148,11 +148,10 @@ def _placement(target: str) -> sharding.SingleDeviceSharding:
 
 def _compile(case: aot_cases.Case, target: str) -> dict[str, int]:
   """Compiles to machine code; what is known of it, by the row's fields."""
-  place = functools.partial(_placed, where=_placement(target))
   if case.implementation == "jax":
     run, operands = _baseline(case)
     with _device(target):
-      jax.jit(run).lower(*jax.tree.map(place, operands)).compile()
+      lower(run, operands, target).compile()
     return {}
   call = aot_cases.call_of(case, PLATFORM)
   fields = {
@@ -164,9 +163,7 @@ def _compile(case: aot_cases.Case, target: str) -> dict[str, int]:
   def run(given: dict[str, Any], rest: dict[str, Any]) -> Any:
     return call.run(type(call.operands)(**given, **rest))
 
-  lowered = jax.jit(run, donate_argnums=0).lower(
-    *jax.tree.map(place, (given, fields))
-  )
+  lowered = lower(run, (given, fields), target, donated=(0,))
   kernels = sorted(set(_kernels(lowered.as_text())))
   with _captured() as said:
     lowered.compile()
@@ -196,6 +193,26 @@ def _module(call: aot_cases.Call) -> Any:
   """The module that runs a call on a GPU."""
   with dispatch.tracing_for(PLATFORM):
     return call.op.select("gpu", call.operands, call.options)
+
+
+def lower(
+  run: Callable[..., Any],
+  arguments: tuple[Any, ...],
+  target: str,
+  donated: tuple[int, ...] = (),
+) -> jax.stages.Lowered:
+  """Lowers a function for a GPU that is not here.
+
+  Args:
+    run: the function.
+    arguments: trees of `jax.ShapeDtypeStruct`.
+    target: one of `TARGETS`.
+    donated: which arguments the caller gives up.
+  """
+  place = functools.partial(_placed, where=_placement(target))
+  return jax.jit(run, donate_argnums=donated).lower(
+    *jax.tree.map(place, arguments)
+  )
 
 
 def _placed(

@@ -1,9 +1,15 @@
 """The GPU kernels assemble for Hopper, on a machine without a GPU."""
 
+import re
+
+import jax
 import pytest
 
 from pallas_kernels import aot_cases
 from pallas_kernels import aot_gpu
+from pallas_kernels import dispatch
+from pallas_kernels import kv_update
+from pallas_kernels import paged_attention
 
 pytestmark = [
   pytest.mark.aot,
@@ -15,6 +21,7 @@ CASES = [*aot_cases.cases("gpu", subset=True)]
 # ptxas keeps a few of 255 registers in memory where a head of 256 is widened
 # from one byte: 128 of them hold the output alone.
 MOST_SPILLED = 128
+WRITTEN = ("k_pages", "v_pages", "k_scales", "v_scales")
 
 
 def _id(case):
@@ -49,3 +56,35 @@ def test_jax_own_kernel_compiles_beside_ours():
   )
   row = aot_gpu.compile_case(case, "h200")
   assert (row.status, row.reason) == (aot_cases.COMPILED, None)
+
+
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "int8"])
+def test_a_step_copies_no_pool(kv_dtype):
+  """Writes rows, then attends, with the pages donated: in place, no copies."""
+  name = f"decode_d128_g4_p16_bfloat16_{kv_dtype}"
+  shape = next(c.shape for c in CASES if c.shape.name == name)
+  attention = aot_cases.Case("paged_attention", "gpu", shape)
+  x = aot_cases.call_of(attention, "gpu").operands
+  pools = {"k_pages": x.k_pages, "v_pages": x.v_pages}
+  if x.k_scales is not None:
+    pools |= {"k_scales": x.k_scales, "v_scales": x.v_scales}
+  rows = jax.ShapeDtypeStruct(
+    (shape.sequences, shape.kv_heads, shape.head_dim), x.q.dtype
+  )
+
+  def step(pools, q, k, v, slots, table, lengths):
+    written = kv_update.write_kv(k, v, slots=slots, **pools)
+    pools = dict(zip(WRITTEN, written, strict=False))
+    out, _ = paged_attention.paged_attention(
+      q, page_table=table, context_lens=lengths, **pools
+    )
+    return out, pools
+
+  lengths = x.context_lens
+  arguments = (pools, x.q, rows, rows, lengths, x.page_table, lengths)
+  with dispatch.tracing_for("gpu"):
+    compiled = aot_gpu.lower(step, arguments, "h200", donated=(0,)).compile()
+  pool_bytes = x.k_pages.size * x.k_pages.dtype.itemsize
+  assert compiled.memory_analysis().temp_size_in_bytes < pool_bytes / 4
+  dims = ",".join(map(str, x.k_pages.shape))
+  assert not re.search(rf"\[{dims}\]\S* copy\(", compiled.as_text())
