@@ -24,19 +24,6 @@ from host_allocator import errors
 from host_allocator import layout as layout_lib
 
 
-class AddressError(errors.KVError, ValueError):
-  """A coordinate that names no readable byte; `reason` says which check."""
-
-  reason = "address_error"
-
-  def __init__(self, reason: str, message: str):
-    self.reason = reason
-    super().__init__(message)
-
-  def __reduce__(self):
-    return type(self), (self.reason, str(self))
-
-
 class TableEntry(NamedTuple):
   """A page as a table names it."""
 
@@ -157,21 +144,13 @@ def translate(
 
   Reference: §0x03I.
   """
-  view = snapshot.requests.get(request)
-  if view is None:
-    raise AddressError("unknown_request", f"no request {request!r}")
-  if not 0 <= token < view.context_length:
-    raise AddressError(
-      "token_not_visible",
-      f"token {token} of request {request!r}, which has"
-      f" {view.context_length} tokens",
-    )
+  view = _view(snapshot, request, token)
   index, layer_local = _owner(snapshot.layout, layer)
   group, pool = snapshot.layout.groups[index], snapshot.pools[index]
   logical_page, row = divmod(token, group.page_size)
   entry, record = _resolve(view, pool, index, logical_page, group.name)
   if row >= record.valid_rows:
-    raise AddressError(
+    raise errors.AddressError(
       "row_not_written",
       f"row {row} of page {entry.page} in group {group.name!r}, which has"
       f" {record.valid_rows} valid rows",
@@ -188,10 +167,8 @@ def translate(
     "lane": lane,
   }
   strides = group.strides(pool.num_slots, kind)
-  element = sum(
-    coordinate[axis] * stride
-    for axis, stride in zip(group.axis_order, strides, strict=True)
-  )
+  axes = zip(group.axis_order, strides, strict=True)
+  element = sum(coordinate[axis] * stride for axis, stride in axes)
   byte = element * group.scalar_bytes
   return Address(
     group=index,
@@ -208,10 +185,25 @@ def translate(
   )
 
 
+def _view(
+  snapshot: AddressSnapshot, request: str, token: int
+) -> RequestSnapshot:
+  view = snapshot.requests.get(request)
+  if view is None:
+    raise errors.AddressError("unknown_request", f"no request {request!r}")
+  if not 0 <= token < view.context_length:
+    raise errors.AddressError(
+      "token_not_visible",
+      f"token {token} of request {request!r}, which has"
+      f" {view.context_length} tokens",
+    )
+  return view
+
+
 def _owner(layout: layout_lib.CacheLayout, layer: int) -> tuple[int, int]:
   owner = layout.layer_groups.get(layer)
   if owner is None:
-    raise AddressError(
+    raise errors.AddressError(
       "unknown_layer", f"layer {layer}, of {layout.num_layers} layers"
     )
   return owner
@@ -226,7 +218,7 @@ def _resolve(
 ) -> tuple[TableEntry, PageRecord]:
   table = view.tables[index]
   if logical_page >= len(table):
-    raise AddressError(
+    raise errors.AddressError(
       "table_too_short",
       f"page {logical_page} of a table of {len(table)} in group {group_name!r}",
     )
@@ -245,14 +237,16 @@ def _array(
   group: layout_lib.CacheGroup, pool: PoolSnapshot, kind: str
 ) -> tuple[int, int]:
   if kind not in ("k", "v"):
-    raise AddressError("unknown_kind", f"kind {kind!r}, not 'k' or 'v'")
+    raise errors.AddressError("unknown_kind", f"kind {kind!r}, not 'k' or 'v'")
   width = group.value_dim if kind == "v" else group.head_dim
   return pool.bases["kv" if "kv" in group.axis_order else kind], width
 
 
 def _check_range(name: str, value: int, limit: int) -> None:
   if not 0 <= value < limit:
-    raise AddressError(f"{name}_out_of_range", f"{name} {value} of {limit}")
+    raise errors.AddressError(
+      f"{name}_out_of_range", f"{name} {value} of {limit}"
+    )
 
 
 class Finding(NamedTuple):

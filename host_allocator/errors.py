@@ -167,3 +167,45 @@ class BadSideInput(KVError, ValueError):
   """A side input with an offset outside the prompt or no digest."""
 
   reason = "bad_side_input"
+
+
+class _Named(KVError):
+  """An error of one kind with many reasons."""
+
+  def __init__(self, reason: str, message: str):
+    self.reason = reason
+    super().__init__(message)
+
+  def __reduce__(self):
+    return type(self), (self.reason, str(self))
+
+
+class AddressError(_Named, ValueError):
+  """A coordinate that names no readable byte; `reason` says which check."""
+
+  reason = "address_error"
+
+
+class Unreconciled(_Named, LedgerError):
+  """Counts that contradict each other; `reason` says where."""
+
+  reason = "unreconciled"
+
+
+class Incompatible(KVError):
+  """K/V of one computation was offered for another.
+
+  Attributes:
+    field: The first manifest field that differs; `reason` is made of it.
+  """
+
+  reason = "incompatible"
+
+  def __init__(self, field: str, producer: object, consumer: object):
+    self.field = field
+    self.reason = f"{field}_mismatch"
+    super().__init__(f"{field} differs: {producer!r} against {consumer!r}")
+    self._values = (producer, consumer)
+
+  def __reduce__(self):
+    return type(self), (self.field, *self._values)

@@ -23,21 +23,6 @@ MANIFEST_SCHEMA = 1
 NO_PARENT = b""
 
 
-class Incompatible(errors.KVError):
-  """K/V of one computation was offered for another; names the first field.
-
-  Attributes:
-    field: the manifest field that differs.
-  """
-
-  reason = "incompatible"
-
-  def __init__(self, field: str, producer: object, consumer: object):
-    self.field = field
-    self.reason = f"{field}_mismatch"
-    super().__init__(f"{field} differs: {producer!r} against {consumer!r}")
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CacheLayoutManifest:
   """How every page table of one cache generation is to be read.
@@ -183,7 +168,7 @@ def require_compatible(
       found = tuple(item for item in found if item[0] < covered)
       expected = tuple(item for item in expected if item[0] < covered)
     if expected != found:
-      raise Incompatible(field.name, expected, found)
+      raise errors.Incompatible(field.name, expected, found)
 
 
 class RootKey(NamedTuple):

@@ -22,17 +22,6 @@ from host_allocator import errors
 from host_allocator import layout as layout_lib
 
 
-class Unreconciled(errors.LedgerError):
-  """A ledger or a snapshot that contradicts itself; `reason` says where."""
-
-  def __init__(self, reason: str, message: str):
-    self.reason = reason
-    super().__init__(message)
-
-  def __reduce__(self):
-    return type(self), (self.reason, str(self))
-
-
 class Finding(NamedTuple):
   """One contradiction."""
 
@@ -170,7 +159,7 @@ def measure(
   """
   findings = verify_snapshot(layout, requests, pools)
   if findings:
-    raise Unreconciled(*findings[0])
+    raise errors.Unreconciled(*findings[0])
   groups = tuple(
     _measure_group(group, views, pool)
     for group, views, pool in zip(layout.groups, requests, pools, strict=True)

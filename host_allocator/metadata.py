@@ -8,7 +8,7 @@ Reference: §0x02E.
 
 import dataclasses
 
-from host_allocator import ledger
+from host_allocator import errors
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,7 +25,7 @@ class RecordBytes:
   def __post_init__(self) -> None:
     for name, value in dataclasses.asdict(self).items():
       if type(value) is not int or value < 0:
-        raise ledger.Unreconciled(
+        raise errors.Unreconciled(
           "record_size", f"{name} is {value!r}, not a whole number from 0"
         )
 
@@ -43,11 +43,11 @@ class RecordCounts:
   def __post_init__(self) -> None:
     for name, value in dataclasses.asdict(self).items():
       if type(value) is not int or value < 0:
-        raise ledger.Unreconciled(
+        raise errors.Unreconciled(
           "record_count", f"{name} is {value!r}, not a whole number from 0"
         )
     if self.free_entries > self.page_descriptors:
-      raise ledger.Unreconciled(
+      raise errors.Unreconciled(
         "free_above_pool",
         f"{self.free_entries} free of {self.page_descriptors} pages",
       )

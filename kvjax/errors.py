@@ -6,6 +6,7 @@ argument caused is a `ValueError` too.
 
 # ruff: noqa: F401, N818 - re-exported; the names say what happened.
 
+from host_allocator.errors import AddressError
 from host_allocator.errors import BadHandle
 from host_allocator.errors import BadSideInput
 from host_allocator.errors import BadStep
@@ -13,6 +14,7 @@ from host_allocator.errors import BadTruncation
 from host_allocator.errors import DeviceLost
 from host_allocator.errors import DoubleFree
 from host_allocator.errors import EmptyPrompt
+from host_allocator.errors import Incompatible
 from host_allocator.errors import KVError
 from host_allocator.errors import LayoutError
 from host_allocator.errors import LedgerError
@@ -30,6 +32,7 @@ from host_allocator.errors import StepClosed
 from host_allocator.errors import StepOpen
 from host_allocator.errors import TokenOutOfRange
 from host_allocator.errors import TooManySequences
+from host_allocator.errors import Unreconciled
 
 
 class CheckpointError(KVError, ValueError):

@@ -134,7 +134,7 @@ def test_every_step_agrees_with_numpy_on_random_coordinates(snapshot):
 def test_a_shorter_request_does_not_see_rows_its_page_has(snapshot):
   assert find(snapshot, "B", token=24).row == 8
   assert snapshot.pools[1].pages[2001].valid_rows == 16
-  with pytest.raises(address.AddressError, match="25 tokens") as caught:
+  with pytest.raises(errors.AddressError, match="25 tokens") as caught:
     find(snapshot, "B", token=25)
   assert caught.value.reason == "token_not_visible"
 
@@ -142,7 +142,7 @@ def test_a_shorter_request_does_not_see_rows_its_page_has(snapshot):
 def test_a_row_in_sight_but_not_written_is_refused(snapshot):
   longer = dataclasses.replace(snapshot.requests["A"], context_length=34)
   torn = dataclasses.replace(snapshot, requests={"A": longer})
-  with pytest.raises(address.AddressError, match="1 valid rows") as caught:
+  with pytest.raises(errors.AddressError, match="1 valid rows") as caught:
     find(torn, token=33)
   assert caught.value.reason == "row_not_written"
 
@@ -172,7 +172,7 @@ def test_crossing_a_page_boundary_reads_the_published_successor(snapshot):
   upper = find(after, "C", layer=24)
   assert (lower.page, lower.slot, lower.slot_id) == (1003, 0, 0)
   assert (upper.page, upper.slot, upper.slot_id) == (2003, 4, 64)
-  with pytest.raises(address.AddressError) as caught:
+  with pytest.raises(errors.AddressError) as caught:
     find(snapshot, "C")
   assert caught.value.reason == "token_not_visible"
 
@@ -193,7 +193,7 @@ def test_crossing_a_page_boundary_reads_the_published_successor(snapshot):
   ],
 )
 def test_a_coordinate_out_of_range_is_refused(snapshot, changes, reason):
-  with pytest.raises(address.AddressError) as caught:
+  with pytest.raises(errors.AddressError) as caught:
     find(snapshot, **changes)
   assert caught.value.reason == reason
 

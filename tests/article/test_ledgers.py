@@ -69,7 +69,7 @@ def with_pool(**changes):
 )
 def test_a_malformed_snapshot_is_refused_by_name(change, reason):
   snapshot = {"requests": REQUESTS, "pools": (POOL,), **change}
-  with pytest.raises(ledger.Unreconciled) as caught:
+  with pytest.raises(errors.Unreconciled) as caught:
     ledger.measure(LAYOUT, **snapshot)
   assert caught.value.reason == reason
   assert isinstance(caught.value, errors.LedgerError)
@@ -91,7 +91,7 @@ def test_half_of_a_request_is_no_request(change):
   if change is not None:
     other = (*REQUESTS[0][:1], dataclasses.replace(other[1], **change))
     other = (*other, REQUESTS[0][2])
-  with pytest.raises(ledger.Unreconciled) as caught:
+  with pytest.raises(errors.Unreconciled) as caught:
     ledger.measure(
       layout.CacheLayout(groups), (REQUESTS[0], other), (POOL, POOL)
     )
@@ -161,7 +161,7 @@ COUNTS = metadata.RecordCounts(
   "name", [field.name for field in dataclasses.fields(metadata.RecordBytes)]
 )
 def test_a_negative_record_size_is_refused(name):
-  with pytest.raises(ledger.Unreconciled, match=name) as caught:
+  with pytest.raises(errors.Unreconciled, match=name) as caught:
     dataclasses.replace(SIZES, **{name: -1})
   assert caught.value.reason == "record_size"
 
@@ -170,13 +170,13 @@ def test_a_negative_record_size_is_refused(name):
   "name", [field.name for field in dataclasses.fields(metadata.RecordCounts)]
 )
 def test_a_negative_record_count_is_refused(name):
-  with pytest.raises(ledger.Unreconciled, match=name) as caught:
+  with pytest.raises(errors.Unreconciled, match=name) as caught:
     dataclasses.replace(COUNTS, **{name: -1})
   assert caught.value.reason == "record_count"
 
 
 def test_more_free_entries_than_pages_are_refused():
-  with pytest.raises(ledger.Unreconciled) as caught:
+  with pytest.raises(errors.Unreconciled) as caught:
     dataclasses.replace(COUNTS, free_entries=9)
   assert caught.value.reason == "free_above_pool"
 

@@ -55,7 +55,7 @@ def test_a_longer_prompt_with_the_same_beginning_is_compatible():
   ],
 )
 def test_each_field_that_changes_a_value_or_its_reading_refuses(field, value):
-  with pytest.raises(identity.Incompatible) as caught:
+  with pytest.raises(errors.Incompatible) as caught:
     identity.require_compatible(manifest(), manifest(**{field: value}))
   assert caught.value.field == field
   assert caught.value.reason == f"{field}_mismatch"
