@@ -219,11 +219,11 @@ def values(
     factors = gpu_tile.laid_out(
       tiles.v_scales.at[slot][...], gpu_tile.COLUMNS, spec
     )
-    row = gpu_tile.column_index(first_row, spec)
-    factors = jnp.where(
-      (row >= lo) & (row < hi), factors, jnp.zeros_like(factors)
+    factors = lax.broadcast_in_dim(factors, weights.shape, (1,))
+    row = gpu_tile.key_index(first_row, spec)
+    weights = jnp.where(
+      (row >= lo) & (row < hi), weights * factors, jnp.zeros_like(weights)
     )
-    weights = weights * lax.broadcast_in_dim(factors, weights.shape, (1,))
   # Narrowed before V is widened: both take registers.
   weights = weights.astype(spec.dtype)
   if spec.quantized:

@@ -250,14 +250,6 @@ def key_index(first_row: jax.Array, spec: Spec) -> jax.Array:
   return index_of(shape, 1, first_row, spec)
 
 
-def column_index(first_row: jax.Array, spec: Spec) -> jax.Array:
-  """The row of each key of a tile, int32 [key_rows]."""
-  shape = (spec.key_rows,)
-  if spec.interpret:
-    return first_row + lax.broadcasted_iota(jnp.int32, shape, 0)
-  return first_row + plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=COLUMNS)
-
-
 def softmax_step(state: State, found: jax.Array) -> tuple[jax.Array, State]:
   """Weights of a tile's keys, and the state rescaled for them.
 
