@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from host_allocator import state as state_lib
 from host_allocator.prefix import eviction as eviction_lib
+from tests.host_allocator import view
 from tests.host_allocator import world as worlds
 
 NAMESPACES = ("", "tenant")
@@ -50,7 +51,7 @@ class Machine(stateful.RuleBasedStateMachine):
     bundle = max(page_sizes)
     num_pages = tuple(pages * bundle // size for size in page_sizes)
     for index in INDEXES:
-      config = worlds.Config(
+      config = view.Config(
         index, page_sizes, num_pages, tail_policy, eviction, whole_edges
       )
       self.worlds.append(worlds.World(config))
@@ -79,7 +80,7 @@ class Machine(stateful.RuleBasedStateMachine):
     if self.prompts and base % 8:
       known = self.prompts[base % len(self.prompts)]
       prompt = known[: len(known) - cut % (len(known) + 1)] + prompt
-    prompt = prompt[: worlds.MAX_LENGTH - base % 3]
+    prompt = prompt[: view.MAX_LENGTH - base % 3]
     self.prompts = [*self.prompts[-8:], prompt]
     return prompt
 
@@ -210,7 +211,7 @@ class Machine(stateful.RuleBasedStateMachine):
     self.each(lambda world: world.fork(self.pick(world, number)))
 
   @stateful.precondition(has_live)
-  @stateful.rule(number=NUMBER, length=st.integers(-1, worlds.MAX_LENGTH + 1))
+  @stateful.rule(number=NUMBER, length=st.integers(-1, view.MAX_LENGTH + 1))
   def truncate(self, number, length):
     self.each(lambda world: world.truncate(self.pick(world, number), length))
 
@@ -266,12 +267,12 @@ class Machine(stateful.RuleBasedStateMachine):
 
     def operate(world):
       live = self.pick(world, number)
-      if world.plan is not None or len(world.live) == worlds.MAX_SEQUENCES:
+      if world.plan is not None or len(world.live) == view.MAX_SEQUENCES:
         return
       world.fork(live)
       twins = [live, world.live[-1]]
       for step in range(steps):
-        if any(len(twin.tokens) == worlds.MAX_LENGTH for twin in twins):
+        if any(len(twin.tokens) == view.MAX_LENGTH for twin in twins):
           return
         world.append(twins[:1], step)
         world.append(twins[1:], step)
@@ -380,7 +381,7 @@ def take(machine, rule, draw):
       (-1, 0, 30) if rule == "plan_nonsense" else (1, 2, 3, 5, 9)
     ),
     "steps": lambda: count(1, 5),
-    "length": lambda: count(-1, worlds.MAX_LENGTH + 1),
+    "length": lambda: count(-1, view.MAX_LENGTH + 1),
     "back": lambda: count(0, 6),
     "what": lambda: draw.choice(("drop", "drop all", "revoke", "poison")),
     "chance": lambda: 3,
@@ -457,7 +458,7 @@ def test_two_hundred_thousand_operations():
 
 
 def test_a_lease_taken_during_a_step_does_not_hide_its_rows():
-  world = worlds.World(worlds.Config())
+  world = worlds.World(view.Config())
   world.open([0, 1, 2, 0], "", "", True)
   (live,) = world.live
   world.reserve([(live, 3)])
@@ -471,7 +472,7 @@ def test_a_lease_taken_during_a_step_does_not_hide_its_rows():
 @pytest.mark.parametrize("index", INDEXES)
 def test_a_duplicate_is_not_taken_from_another_bundle_that_begins_alike(index):
   """Forks fill one bundle each; one of the two is there already."""
-  world = worlds.World(worlds.Config(index, (2, 3), (20, 14)))
+  world = worlds.World(view.Config(index, (2, 3), (20, 14)))
   for tokens in ([0, 0, 1, 2, 0, 0], [0, 0, 1, 2]):
     world.open(tokens, "", "", True)
   known, live = world.live
