@@ -324,7 +324,7 @@ class Machine(stateful.RuleBasedStateMachine):
 class TestMachine(Machine.TestCase):
   settings = hypothesis.settings(
     max_examples=200,
-    stateful_step_count=30,
+    stateful_step_count=20,
     deadline=None,
     suppress_health_check=list(hypothesis.HealthCheck),
   )
