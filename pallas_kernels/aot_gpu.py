@@ -17,6 +17,7 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Callable
+from collections.abc import Generator
 from collections.abc import Iterator
 from typing import Any
 
@@ -27,6 +28,7 @@ import jax
 import jax.numpy as jnp
 from jax import sharding
 from jax.experimental import topologies
+from jax.experimental.compilation_cache import compilation_cache
 
 from pallas_kernels import aot_cases
 from pallas_kernels import dispatch
@@ -126,7 +128,11 @@ def compile_case(case: aot_cases.Case, target: str) -> aot_cases.Row:
   if reason is not None:
     return aot_cases.row_of(case, target, aot_cases.UNSUPPORTED, reason=reason)
   try:
-    with warnings.catch_warnings(), dispatch.tracing_for(PLATFORM):
+    with (
+      warnings.catch_warnings(),
+      dispatch.tracing_for(PLATFORM),
+      uncached(),
+    ):
       warnings.simplefilter("ignore")
       found = _compile(case, target)
   except Exception as error:  # A compiler may raise anything; all is reported.
@@ -195,6 +201,19 @@ def _module(call: aot_cases.Call) -> Any:
     return call.op.select("gpu", call.operands, call.options)
 
 
+@contextlib.contextmanager
+def uncached() -> Generator[None]:
+  """Compiles inside are done: JAX cannot read such programs back."""
+  folder = jax.config.jax_compilation_cache_dir
+  jax.config.update("jax_compilation_cache_dir", None)
+  compilation_cache.reset_cache()
+  try:
+    yield
+  finally:
+    jax.config.update("jax_compilation_cache_dir", folder)
+    compilation_cache.reset_cache()
+
+
 def lower(
   run: Callable[..., Any],
   arguments: tuple[Any, ...],
@@ -242,7 +261,7 @@ def _remember(kernels: list[str], said: str) -> None:
 
 
 @contextlib.contextmanager
-def _captured() -> Iterator[Callable[[], str]]:
+def _captured() -> Generator[Callable[[], str]]:
   """Collects what C++ prints to stdout and stderr; the caller reads it."""
   sys.stdout.flush()
   sys.stderr.flush()
