@@ -318,7 +318,11 @@ def _ragged_baseline(
   def run(*x: Any) -> jax.Array:
     with jax.numpy_dtype_promotion("standard"):
       return ragged_paged_attention.ragged_paged_attention(
-        *x, sliding_window=shape.window, soft_cap=shape.soft_cap
+        *x,
+        sliding_window=shape.window,
+        soft_cap=shape.soft_cap,
+        num_kv_pages_per_block=min(shape.width, 128 // shape.page_size or 1),
+        num_queries_per_block=32,
       )
 
   return run, operands

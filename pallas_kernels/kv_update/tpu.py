@@ -86,8 +86,10 @@ def copy_rows(
 def _layout_reason(
   name: str, pages: jax.Array, geometry: page_shape.PageGeometry
 ) -> str | None:
-  if pages.dtype == jnp.float16:
-    return f"{name} has dtype float16, which a TPU has not; use bfloat16"
+  taken = (jnp.float32, jnp.bfloat16, jnp.int8, jnp.float8_e4m3fn)
+  if pages.dtype not in taken:
+    names = ", ".join(jnp.dtype(d).name for d in taken)
+    return f"{name} has dtype {pages.dtype}, expected one of {names}"
   if geometry.lane % page_shape.TPU_LANE:
     return (
       f"{name} has shape {pages.shape}, laid out for another platform: its last"

@@ -41,10 +41,15 @@ def paged_attention(
 
 
 def _dtype_reason(operands: operands_lib.Operands) -> str | None:
-  for name in ("q", "k_pages"):
+  taken = {
+    "q": (jnp.float32, jnp.bfloat16),
+    "k_pages": (jnp.float32, jnp.bfloat16, jnp.int8, jnp.float8_e4m3fn),
+  }
+  for name, dtypes in taken.items():
     dtype = getattr(operands, name).dtype
-    if dtype == jnp.float16:
-      return f"{name} has dtype float16, which a TPU has not; use bfloat16"
+    if dtype not in dtypes:
+      names = ", ".join(jnp.dtype(d).name for d in dtypes)
+      return f"{name} has dtype {dtype}, expected one of {names}"
   return None
 
 

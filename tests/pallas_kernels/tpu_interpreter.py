@@ -5,6 +5,7 @@ import functools
 from collections.abc import Iterator
 from unittest import mock
 
+import jax
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import _compat
@@ -28,8 +29,18 @@ def interpreted(mode: str) -> Iterator[None]:
   params = pltpu.InterpretParams(
     detect_races=True, vector_clock_size=64, dma_execution_mode=mode
   )
-  with pltpu.force_tpu_interpret_mode(params):
+  with pltpu.force_tpu_interpret_mode(params), compiled_quickly():
     yield
+
+
+@contextlib.contextmanager
+def compiled_quickly() -> Iterator[None]:
+  """An interpreted program runs once: optimising it takes longest."""
+  jax.config.update("jax_disable_most_optimizations", True)
+  try:
+    yield
+  finally:
+    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @contextlib.contextmanager
