@@ -63,7 +63,8 @@ class PagePool:
   """The pages of one cache group.
 
   Arrays are indexed by page id and hold the null page at 0.  Every method that
-  takes page ids wants them distinct; a sequence's table never repeats one.
+  takes page ids wants them distinct; a sequence's table never repeats one.  Ids
+  may be of any integer type; intp is three times faster than int32.
 
   Attributes:
     references: int32, page table entries that hold the page.
@@ -189,7 +190,7 @@ class PagePool:
 
   def publish(self, pages: np.ndarray) -> None:
     """Adds an index entry to each page; somebody holds them meanwhile."""
-    self.entries[pages] += 1
+    self.entries[pages.astype(np.intp, copy=False)] += 1
 
   def withdraw(self, pages: np.ndarray) -> int:
     """Removes an index entry from each page.
@@ -197,6 +198,7 @@ class PagePool:
     Returns:
       How many pages became free by it.
     """
+    pages = pages.astype(np.intp, copy=False)
     left = self.entries[pages] - 1
     self.entries[pages] = left
     if np.count_nonzero(left) or self.num_held(pages):

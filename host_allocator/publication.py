@@ -49,6 +49,8 @@ def _make_private(
   """Takes over the last pages that stay, and lets go those that were copied."""
   rows, pool, part = state.rows, state.pools[group], plan.groups[group]
   members, _, pages = steps.shared_tails(plan, rows, group)
+  if not len(members):
+    return
   copied = part.members[: part.num_copies]
   pool.valid_rows[pages[~np.isin(members, copied)]] = pool.page_size
   for member, source in zip(copied.tolist(), part.copy_sources, strict=True):

@@ -6,6 +6,7 @@ built to record them.
 """
 
 import dataclasses
+from typing import NamedTuple
 
 import numpy as np
 
@@ -66,8 +67,7 @@ def handles(
   )
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class StepReceipt:
+class StepReceipt(NamedTuple):
   """What one step did to the pools (§0x04D).
 
   Attributes:
@@ -94,8 +94,7 @@ class StepReceipt:
   successor_digest: str | None = None
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class ReleaseReceipt:
+class ReleaseReceipt(NamedTuple):
   """What closing, cancelling or truncating gave up.
 
   Attributes:

@@ -113,6 +113,8 @@ def _shared_tails(
   """The members whose partly filled last page is not theirs to write."""
   pool, arrays = state.pools[group], state.rows
   members, rows, pages = steps.shared_tails(plan, arrays, group)
+  if not len(members):
+    return _NONE
   alone = (
     (arrays.leased[group][rows] == 0)
     & (pool.references[pages] == 1)

@@ -21,7 +21,7 @@ from host_allocator import sequences as sequences_lib
 from host_allocator import tables
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(eq=False, slots=True)
 class GroupPlan:
   """What one cache group contributes to a step.
 

@@ -261,11 +261,7 @@ class Forest(base.PrefixIndex):
     row, end = node.owner, self.end(node)
     node.sealed_end, node.owner = end, -1
     size = end - node.start
-    node.key = node.key[:size].copy()
-    node.pages = tuple(
-      ids[: -(-size // pool.page_size)].copy()
-      for pool, ids in zip(self._pools, node.pages, strict=True)
-    )
+    self._shrink(node, size)
     self._rows.growing[row] = False
     self._rows.published[row] = end - end % self._bundle
 
@@ -317,11 +313,13 @@ class Forest(base.PrefixIndex):
     return freed
 
   def _shrink(self, node: base.Node, size: int) -> None:
-    """Gives back the memory of what was cut off."""
+    """Copies the first `size` tokens' worth, and lets go of what it was in."""
     node.key = node.key[:size].copy()
     node.pages = tuple(
-      ids[: -(-size // pool.page_size)].copy()
-      for pool, ids in zip(self._pools, node.pages, strict=True)
+      [
+        ids[: -(-size // pool.page_size)].astype(np.intp)
+        for pool, ids in zip(self._pools, node.pages, strict=True)
+      ]
     )
 
   def _remove(self, node: base.Node) -> None:

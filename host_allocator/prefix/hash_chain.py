@@ -143,7 +143,7 @@ class HashChainIndex(forest.Forest):
     row, pages = sequence.row, []
     for group, pool in enumerate(self._pools):
       first, last = start // pool.page_size, -(-stop // pool.page_size)
-      ids = self._rows.table_rows[group][row][first:last].copy()
+      ids = self._rows.table_rows[group][row][first:last].astype(np.intp)
       pool.publish(ids)
       pages.append(ids)
     key = self._rows.keys[row][start:stop].copy()
