@@ -200,6 +200,18 @@ class Machine(stateful.RuleBasedStateMachine):
 
     self.each(operate)
 
+  @stateful.precondition(has_live)
+  @stateful.rule(token=st.integers(0, 2), steps=st.integers(1, 5))
+  def decode_kept(self, token, steps):
+    """The same in a batch that is checked once and used again."""
+
+    def operate(world):
+      for step in range(steps):
+        world.decode_kept(token + step)
+        world.check()
+
+    self.each(operate)
+
   @stateful.precondition(has_plan)
   @stateful.rule()
   def abort(self):
@@ -342,7 +354,8 @@ WEIGHTS = {
   "plan_nonsense": 1,
   "commit": 10,
   "compute": 8,
-  "decode": 8,
+  "decode": 5,
+  "decode_kept": 5,
   "abort": 2,
   "fork": 7,
   "truncate": 2,
@@ -434,6 +447,7 @@ def test_a_seeded_run_meets_every_kind_of_operation():
   tally = simulate(seed=5, episodes=10, steps=120)
   for kind in (
     "equal residents",
+    "append kept",
     "dedupe",
     "copy",
     "evict",

@@ -68,6 +68,7 @@ class View:
     self.live: list[Live] = []
     self.plan = None
     self.evicted_for_plan = False
+    self.kept: tuple | None = None
     self.members: list[tuple[Live, int]] = []
     self.leases: list[tuple] = []
     self.receipts: list[tuple] = []

@@ -104,12 +104,14 @@ class World(checks.Checks):
       live.tokens.append(given)
       live.keys.append(given)
 
-  def reserve(self, batch: list[tuple[view.Live, int]], fault=None):
+  def reserve(
+    self, batch: list[tuple[view.Live, int]], fault=None, kept_batch=None
+  ):
     """Plans a step; returns whether it is open now."""
     pairs = [(live.handle, count) for live, count in batch]
 
     def call():
-      return self.allocator.plan(pairs)
+      return self.allocator.plan(kept_batch or pairs)
 
     if self.plan is not None:
       self.refused(errors.StepOpen, call)
@@ -147,6 +149,35 @@ class World(checks.Checks):
     for g, need in enumerate(needs):
       assert self.allocator.usage()[g].reserved == need
     return True
+
+  def decode_kept(self, token: int):
+    """Decodes a batch that is kept from step to step, as engines do."""
+    if self.plan is not None:
+      return
+    if self.kept is None:
+      members = finished(self)
+      if not members:
+        return
+      handles = [live.handle for live in members]
+      self.kept = (self.allocator.batch(handles), members)
+    batch, members = self.kept
+    tokens = [(token + i) % 3 for i in range(len(members))]
+    if not all(any(live is each for each in self.live) for live in members):
+      self.refused(errors.SequenceClosed, self.allocator.append, batch, tokens)
+      self.refused(errors.SequenceClosed, self.allocator.plan, batch)
+      self.kept = None
+      return
+    able = finished(self)
+    if not all(any(live is each for each in able) for live in members):
+      self.kept = None
+      return
+    self.allocator.append(batch, tokens)
+    self.count("append kept")
+    for live, given in zip(members, tokens, strict=True):
+      live.tokens.append(given)
+      live.keys.append(given)
+    if self.reserve([(live, 1) for live in members], kept_batch=batch):
+      self.commit()
 
   def execute(self):
     """Carries the open step out on the memory, from its packed buffer."""
@@ -347,7 +378,7 @@ class World(checks.Checks):
     for live in self.live:
       self.refused(errors.DeviceLost, self.allocator.fork, live.handle)
     self.live, self.leases, self.members = [], [], []
-    self.plan = None
+    self.plan = self.kept = None
     for g, memory in enumerate(self.memories):
       size = self.config.page_sizes[g]
       memory.rows = [[brute_force.EMPTY] * size for _ in memory.rows]
