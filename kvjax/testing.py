@@ -126,6 +126,8 @@ class DenseDecoder:
       batch: Sequences.
       max_length: Rows of the cache, which every decode step attends over.
     """
+    if decoder.scan_layers:
+      raise ValueError("the dense baseline takes unrolled layers")
     config = decoder.config
     shape = (batch, max_length, config.num_kv_heads, config.head_dim)
     dtype = decoder.embedding.param_dtype

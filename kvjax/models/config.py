@@ -16,6 +16,7 @@ ARCHITECTURES = {
   "qwen2": "qwen2",
   "qwen3": "qwen3",
 }
+_MOST_HEAD_DIM = 4096
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,10 +100,6 @@ def check(config: DecoderConfig, source: str) -> DecoderConfig:
       f"{source}: {config.num_heads} query heads are no multiple of "
       f"{config.num_kv_heads} key heads"
     )
-  if config.head_dim % 2:
-    raise errors.CheckpointError(
-      f"{source}: head_dim {config.head_dim} is odd, so it cannot be rotated"
-    )
   factors = config.rope_factors
   if factors is not None and len(factors) != config.head_dim // 2:
     raise errors.CheckpointError(
@@ -110,6 +107,23 @@ def check(config: DecoderConfig, source: str) -> DecoderConfig:
       f"{len(factors)}"
     )
   return config
+
+
+def check_head_dim(head_dim: int, source: str) -> None:
+  """Refuses a head that cannot be rotated, before there is a factor a pair.
+
+  Args:
+    head_dim: Width of a head.
+    source: The file that says so, for the message.
+
+  Raises:
+    CheckpointError: It is odd, or no width that a head has.
+  """
+  if head_dim % 2 or not 0 < head_dim <= _MOST_HEAD_DIM:
+    raise errors.CheckpointError(
+      f"{source}: head_dim is {head_dim}, not an even number up to "
+      f"{_MOST_HEAD_DIM}"
+    )
 
 
 def shorten(config: DecoderConfig, context_length: int | None) -> DecoderConfig:
@@ -188,9 +202,9 @@ def from_json(
   _refuse_features(raw, path)
   try:
     config = _sizes(raw, path)
-  except (KeyError, TypeError, ValueError) as error:
+  except (KeyError, TypeError, ValueError, ArithmeticError) as error:
     if isinstance(error, errors.KVError):
-      raise
+      raise  # A ValueError too.
     raise errors.CheckpointError(
       f"{path}: missing or malformed: {error!r}"
     ) from error
@@ -220,6 +234,7 @@ def _sizes(raw: Mapping[str, Any], path: pathlib.Path) -> DecoderConfig:
   head_dim = raw.get("head_dim") or (
     128 if family == "qwen3" else int(raw["hidden_size"]) // num_heads
   )
+  check_head_dim(int(head_dim), str(path))
   theta, factors = _rope(raw, int(head_dim), path)
   biased = bool(raw.get("attention_bias", False))
   return DecoderConfig(

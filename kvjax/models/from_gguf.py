@@ -56,7 +56,7 @@ class GgufTensors:
   def shapes(self) -> Mapping[str, weights.Shape]:
     """Shapes by name."""
     names = self._gguf_names.items()
-    return {name: self._file.shape(theirs) for name, theirs in names}
+    return {name: self._file.tensors[theirs].shape for name, theirs in names}
 
   def file_of(self, name: str) -> str:
     """The file."""
@@ -118,6 +118,7 @@ def _sizes(file: gguf_file.GgufFile, arch: str) -> config_lib.DecoderConfig:
   head_dim = file.get(
     f"{arch}.attention.key_length", int, hidden_size // max(num_heads, 1)
   )
+  config_lib.check_head_dim(head_dim, str(file.path))
   if (rotated := file.get(f"{arch}.rope.dimension_count", int, head_dim)) != (
     head_dim
   ):
@@ -128,7 +129,7 @@ def _sizes(file: gguf_file.GgufFile, arch: str) -> config_lib.DecoderConfig:
   bias = "blk.0.attn_q.bias" in file.tensors
   return config_lib.DecoderConfig(
     family=arch,
-    vocab_size=file.shape("token_embd.weight")[0],
+    vocab_size=file.tensors["token_embd.weight"].shape[0],
     hidden_size=hidden_size,
     intermediate_size=file.need(f"{arch}.feed_forward_length", int),
     num_layers=file.need(f"{arch}.block_count", int),

@@ -105,8 +105,9 @@ def check_tensors(
     UnsupportedCheckpoint: There are tensors that the decoder has no use for.
   """
   found = source.shapes()
-  expected = dict(_expected(config))
-  for name, shape in expected.items():
+  expected = set()
+  for name, shape in _expected(config):  # Not a list: a config may say 1e9.
+    expected.add(name)
     if name not in found:
       raise errors.CheckpointError(
         f"{source.file_of(name)}: tensor {name} is missing; expected shape "

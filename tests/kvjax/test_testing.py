@@ -38,6 +38,12 @@ def test_more_rows_than_the_cache_has_are_refused():
     dense.prefill([[1, 2, 3, 4, 5]])
 
 
+def test_scanned_layers_are_refused():
+  decoder = testing.random_decoder(scan_layers=True)
+  with pytest.raises(ValueError, match="takes unrolled layers"):
+    testing.DenseDecoder(decoder, max_length=4)
+
+
 def test_missing_data_skips_with_its_path(monkeypatch, tmp_path):
   monkeypatch.setenv("KVJAX_DATA", str(tmp_path))
   (tmp_path / "here.txt").touch()

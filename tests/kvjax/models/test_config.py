@@ -135,8 +135,13 @@ def test_a_context_is_never_lengthened(read):
     ({"hidden_size": "absent"}, "hidden_size"),
     ({"hidden_size": "wide"}, "malformed"),
     ({"num_hidden_layers": 0}, "num_layers is 0"),
+    ({"num_attention_heads": 0, "head_dim": "absent"}, "malformed"),
+    (
+      {"head_dim": 10**12, "rope_scaling": {"type": "linear", "factor": 2.0}},
+      "head_dim is 1000000000000",
+    ),
     ({"num_key_value_heads": 3}, "4 query heads are no multiple of 3"),
-    ({"head_dim": 15}, "head_dim 15 is odd"),
+    ({"head_dim": 15}, "head_dim is 15, not an even"),
     ({"rope_scaling": {"rope_type": "linear"}}, "factor"),
   ],
 )

@@ -136,8 +136,9 @@ def test_bfloat16_weights_give_float32_logits_near_the_float32_ones(
   np.testing.assert_allclose(logits, expected, atol=0.15)
 
 
-@pytest.mark.parametrize("scan_layers", [False, True])
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize(
+  ("family", "scan_layers"), [("llama", False), ("qwen3", True)]
+)
 def test_the_paged_cache_gives_the_dense_caches_logits(family, scan_layers):
   config = testing.tiny_config(family)
   decoder = testing.random_decoder(config, scan_layers=scan_layers)
