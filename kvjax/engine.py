@@ -29,7 +29,7 @@ class Engine:
 
   Example:
     >>> from kvjax import testing
-    >>> model = testing.random_decoder(testing.tiny_config())
+    >>> model = testing.random_decoder(testing.tiny_config(num_layers=1))
     >>> params = requests.SamplingParams(max_tokens=4, ignore_eos=True)
     >>> with Engine(model, num_pages=64) as engine:
     ...   [completion] = engine.generate([[5, 6, 7]], params)

@@ -1,7 +1,9 @@
 """The engine gives what a dense cache gives, however requests are served."""
 
+import gc
 import random
 import threading
+import weakref
 
 import pytest
 
@@ -596,6 +598,23 @@ def test_finished_requests_are_not_kept(model, prompts):
     assert not engine._active
     assert engine._scheduler.num_waiting == 0
     assert not engine._scheduler._registry._followers
+
+
+def test_a_finished_request_goes_without_the_cyclic_collector(model, prompts):
+  with make_engine(model) as engine:
+    gc.disable()
+    try:
+      request = engine.submit(prompts[0], GREEDY)
+      for _ in engine.stream(request):
+        pass
+      cancelled = engine.submit(prompts[1], GREEDY)
+      engine.cancel(cancelled)
+      engine.generate([prompts[2]], GREEDY)  # sweeps out the cancelled one
+      gone = [weakref.ref(request), weakref.ref(cancelled)]
+      del request, cancelled, _
+      assert [reference() for reference in gone] == [None, None]
+    finally:
+      gc.enable()
 
 
 def test_requests_come_from_several_threads(model, prompts, expected):

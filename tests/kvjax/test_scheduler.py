@@ -301,6 +301,19 @@ def test_the_latest_arrival_gives_way_when_pages_run_out():
   world.check_whole()
 
 
+def test_no_more_give_way_than_must():
+  # Four sequences of a page each and one page free. The first takes that, and
+  # a step later the second needs one.
+  world = World(num_pages=5, page_size=4, token_budget=12)
+  for seed in range(4):
+    world.submit(prompt(4 - seed, seed), max_tokens=6)
+  while not world.preempted:
+    world.step()
+  assert [sample.request.id for sample in world.preempted] == [3]
+  world.finish()
+  world.check_whole()
+
+
 def test_a_prompt_waits_until_all_of_it_has_room():
   world = World(num_pages=8, page_size=4, token_budget=8)
   world.submit(prompt(14, 0), max_tokens=4)
