@@ -11,8 +11,10 @@ import numpy as np
 from host_allocator import allocator as allocators
 from host_allocator import errors
 from host_allocator import layout as layouts
+from host_allocator import receipts
 from host_allocator import sequences
 from host_allocator import tables
+from host_allocator.prefix import side_inputs as side_inputs_lib
 from kvjax import pages as pages_lib
 from kvjax import step as step_lib
 
@@ -148,15 +150,30 @@ class KVCache:
     tokens: Sequence[int] | np.ndarray,
     *,
     namespace: str = "",
-    **identity: object,
+    adapter: str = "",
+    salt: str = "",
+    side_inputs: Sequence[side_inputs_lib.SideInput] = (),
+    priority: int = 0,
+    want_logits: bool = True,
+    receipt: receipts.PrefixMatchReceipt | None = None,
   ) -> sequences.Sequence:
     """Opens a sequence over the longest exact prefix already computed.
 
-    See `host_allocator.KVAllocator.open`.
+    See `host_allocator.allocator.KVAllocator.open` for the arguments and
+    what each is refused for.
 
     Ownership: the sequence references its matched pages until `close`.
     """
-    return self.allocator.open(tokens, namespace=namespace, **identity)
+    return self.allocator.open(
+      tokens,
+      namespace=namespace,
+      adapter=adapter,
+      salt=salt,
+      side_inputs=side_inputs,
+      priority=priority,
+      want_logits=want_logits,
+      receipt=receipt,
+    )
 
   def rematch(self, sequence: sequences.Sequence) -> int:
     """Looks again for rows computed by others; returns the rows gained."""
