@@ -96,7 +96,7 @@ class Op:
     if module is None or not hasattr(module, self.name):
       return f"{self.name} has no {implementation} implementation"
     platform = PLATFORM_OF[implementation]
-    if platform not in (None, target_platform()):
+    if platform is not None and platform != target_platform():
       return f"needs a {platform.upper()}; this is {target_platform()}"
     return getattr(module, self.predicate)(operands, options)
 

@@ -163,7 +163,7 @@ def resolve(
     k_geometry=k,
     v_geometry=v,
     scale=1 / math.sqrt(head_dim) if scale is None else float(scale),
-    causal=bool(causal),
+    causal=causal,
     soft_cap=None if soft_cap is None else float(soft_cap),
   )
 
