@@ -253,13 +253,19 @@ def _baseline(
   shape = case.shape
   assert isinstance(shape, shapes.AttentionShape)
   if shape.is_decode:
-    return _decode_baseline(shape)
+    return decode_baseline(shape, min(shape.width, 128 // shape.page_size or 1))
   return _ragged_baseline(shape)
 
 
-def _decode_baseline(
-  shape: shapes.AttentionShape,
+def decode_baseline(
+  shape: shapes.AttentionShape, pages_per_block: int
 ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+  """JAX's own paged attention, and its operands.
+
+  Args:
+    shape: of the call; decode.
+    pages_per_block: pages that it copies and computes together.
+  """
   from jax.experimental.pallas.ops.tpu import paged_attention
   from jax.experimental.pallas.ops.tpu.paged_attention import quantization_utils
 
@@ -283,7 +289,7 @@ def _decode_baseline(
       return paged_attention.paged_attention(
         *x,
         attn_logits_soft_cap=shape.soft_cap,
-        pages_per_compute_block=min(shape.width, 128 // shape.page_size or 1),
+        pages_per_compute_block=pages_per_block,
       )
 
   return run, operands
