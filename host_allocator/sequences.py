@@ -40,7 +40,6 @@ class Sequence:
     "receipt",
     "root",
     "row_or_closed",
-    "side_inputs",
     "want_logits",
   )
 
@@ -57,7 +56,6 @@ class Sequence:
     self.root: Any = None
     self.node: Any = None
     self.lease_node: Any = None
-    self.side_inputs: Any = None
 
   def __repr__(self) -> str:
     if not self.is_open:
@@ -275,7 +273,6 @@ class SequenceRows:
     self.sequences[row] = None
     sequence.row_or_closed = -1
     sequence.root = sequence.node = sequence.lease_node = None
-    sequence.side_inputs = None
     self._free.append(row)
 
   def set_tokens(self, row: int, tokens: np.ndarray, keys: np.ndarray) -> None:

@@ -196,3 +196,23 @@ def expand_to_kernel_pages(
   split = page_size // kernel_page_size
   wide = page_table[..., None] * split + np.arange(split, dtype=np.int32)
   return wide.reshape(*page_table.shape[:-1], -1).astype(np.int32)
+
+
+def check_page_ids(page_table: np.ndarray, num_pages: int) -> None:
+  """Refuses a table that names a page which the pool does not have.
+
+  A device would clip or wrap such an index and read a stranger's rows.
+
+  Args:
+    page_table: Page ids, any shape; 0 is the null page.
+    num_pages: Pages that can be allocated.
+
+  Raises:
+    BadHandle: Naming the first such entry and the limit.
+  """
+  bad = np.argwhere((page_table < 0) | (page_table > num_pages))
+  if len(bad):
+    at = tuple(bad[0].tolist())
+    raise errors.BadHandle(
+      f"entry {at} names page {page_table[at]}, not within 0..{num_pages}"
+    )

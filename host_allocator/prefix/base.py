@@ -13,6 +13,7 @@ import abc
 import bisect
 import dataclasses
 from collections.abc import Iterable
+from collections.abc import Iterator
 from typing import Any
 from typing import Generic
 from typing import NamedTuple
@@ -21,6 +22,8 @@ from typing import TypeVar
 import numpy as np
 
 from host_allocator import sequences
+
+_TOKEN = 4  # Bytes of a token in a key.
 
 NodeT = TypeVar("NodeT", bound="Node")
 
@@ -100,38 +103,40 @@ class Node:
 
 
 class Children(Generic[NodeT]):
-  """A node's children by the bytes of their first bundle, also in order.
+  """A node's children by the bytes of their first bundle.
 
-  The order finds the child that shares the longest part of a bundle: in byte
-  order it is a neighbour of the place where the bundle would go.  It is made at
-  the first such question, then kept; removed keys stay in it until met.
+  To find the child that shares the longest part of a bundle they are also kept
+  in byte order, where it is a neighbour of the place the bundle would take;
+  apart by first token, since most bundles share not even that with any child.
+  This order is made at the first such question, and then kept.
   """
 
-  __slots__ = ("_order", "by_key")
+  __slots__ = ("_by_token", "by_key")
 
   def __init__(self) -> None:
     self.by_key: dict[bytes, NodeT] = {}
-    self._order: list[bytes] | None = None
+    self._by_token: dict[bytes, list[bytes]] | None = None
 
   def __len__(self) -> int:
     return len(self.by_key)
 
-  def __iter__(self) -> Any:
+  def __iter__(self) -> Iterator[NodeT]:
     return iter(self.by_key.values())
 
   def add(self, key: bytes, node: NodeT) -> None:
     """Adds a child, or replaces the one with that key."""
-    if self._order is not None and key not in self.by_key:
-      at = bisect.bisect_left(self._order, key)
-      if at == len(self._order) or self._order[at] != key:
-        self._order.insert(at, key)
+    if self._by_token is not None and key not in self.by_key:
+      bisect.insort(self._by_token.setdefault(key[:_TOKEN], []), key)
     self.by_key[key] = node
 
   def remove(self, key: bytes) -> None:
     """Removes the child with that key."""
     del self.by_key[key]
-    if self._order is not None and len(self._order) > 2 * len(self) + 8:
-      self._order = None
+    if self._by_token is not None:
+      keys = self._by_token[key[:_TOKEN]]
+      del keys[bisect.bisect_left(keys, key)]
+      if not keys:
+        del self._by_token[key[:_TOKEN]]
 
   def nearest(self, bundle: bytes) -> tuple[NodeT | None, int]:
     """The child whose first bundle shares the most leading tokens.
@@ -142,23 +147,18 @@ class Children(Generic[NodeT]):
     Returns:
       The child and how many tokens it shares; (None, 0) where that is none.
     """
-    if self._order is None:
-      self._order = sorted(self.by_key)
-    order = self._order
-    at = bisect.bisect_left(order, bundle)
-    while at < len(order) and order[at] not in self.by_key:
-      del order[at]
-    while at and order[at - 1] not in self.by_key:
-      at -= 1
-      del order[at]
-    best, best_shared = None, 0
-    first = bundle[:4]
-    for key in order[max(at - 1, 0) : at + 1]:
-      if key.startswith(first):  # Most tails differ in their first token.
-        shared = common_tokens(key, bundle)
-        if shared > best_shared:
-          best, best_shared = self.by_key[key], shared
-    return best, best_shared
+    if self._by_token is None:
+      self._by_token = {}
+      for key in sorted(self.by_key):
+        self._by_token.setdefault(key[:_TOKEN], []).append(key)
+    keys = self._by_token.get(bundle[:_TOKEN])
+    if keys is None:
+      return None, 0
+    at = bisect.bisect_left(keys, bundle)
+    neighbours = keys[max(at - 1, 0) : at + 1]
+    shared = [common_tokens(key, bundle) for key in neighbours]
+    most = max(shared)
+    return self.by_key[neighbours[shared.index(most)]], most
 
 
 def common_tokens(a: bytes, b: bytes) -> int:
@@ -168,8 +168,8 @@ def common_tokens(a: bytes, b: bytes) -> int:
     b[:size], "little"
   )
   if not differ:
-    return size // 4
-  return ((differ & -differ).bit_length() - 1) // 32
+    return size // _TOKEN
+  return ((differ & -differ).bit_length() - 1) // (8 * _TOKEN)
 
 
 class PrefixMatch(NamedTuple):

@@ -10,6 +10,7 @@ import numpy as np
 
 from host_allocator import allocator
 from host_allocator import layout as layout_lib
+from host_allocator import sequences
 from host_allocator import tables
 
 _VOCAB = 32000
@@ -35,7 +36,9 @@ def random_tokens(rng: np.random.Generator, count: int) -> np.ndarray:
   return rng.integers(1, _VOCAB, count, dtype=np.int32)
 
 
-def compute(cache: allocator.KVAllocator, tokens: np.ndarray):
+def compute(
+  cache: allocator.KVAllocator, tokens: np.ndarray | list[int]
+) -> sequences.Sequence:
   """Opens a sequence and commits all its rows in one step."""
   sequence = cache.open(tokens)
   rows = sequence.num_tokens - sequence.length

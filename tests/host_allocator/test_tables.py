@@ -83,3 +83,12 @@ def test_kernel_pages_that_do_not_divide_are_refused(kernel_page_size):
     tables.expand_to_kernel_pages(
       np.zeros((1, 1), np.int32), 12, kernel_page_size
     )
+
+
+@pytest.mark.parametrize("page", [-1, 8, 2**20])
+def test_a_page_that_the_pool_lacks_is_refused_and_never_clipped(page):
+  table = np.array([[1, 7], [0, 0]], np.int32)
+  tables.check_page_ids(table, 7)
+  table[1, 1] = page
+  with pytest.raises(errors.BadHandle, match=rf"entry \(1, 1\).*page {page}"):
+    tables.check_page_ids(table, 7)

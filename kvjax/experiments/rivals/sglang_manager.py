@@ -78,9 +78,8 @@ class SglangManager:
     self._torch.set_num_threads(1)
     self._page_size = page_size
     allocator = load("sglang.srt.mem_cache.allocator")
-    load(
-      "sglang.srt.mem_cache.allocator.paged"
-    ).get_num_new_pages = _num_new_pages
+    paged: Any = load("sglang.srt.mem_cache.allocator.paged")
+    paged.get_num_new_pages = _num_new_pages
     self._pages = allocator.PagedTokenToKVPoolAllocator(
       num_pages * page_size, page_size, self._torch.int64, "cpu", None, False
     )
@@ -217,7 +216,7 @@ class SglangRustManager(SglangManager):
       sys.modules["sglang.srt.mem_cache"].__path__[0], "rust_tree_core"
     )
     file = next(folder.glob("mem_cache.*.so"))
-    spec = importlib.util.spec_from_file_location("mem_cache", file)
+    spec: Any = importlib.util.spec_from_file_location("mem_cache", file)
     self._core = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(self._core)
     self._tree = self._core.RustUnifiedTreeCoreBinding(
