@@ -44,7 +44,7 @@ def write_kv(
     operands.slots,
     options.v_geometry,
   )
-  if operands.k_scales is None:
+  if k[1] is None or v[1] is None:
     return k[0], v[0]
   return k[0], v[0], k[1], v[1]
 
@@ -70,7 +70,7 @@ def _write(
     lane = (row % geometry.fold) * geometry.stored_dim
     at = (page, 0, row // geometry.fold, lane)
     pages = lax.dynamic_update_slice(pages, x[token][None, :, None, :], at)
-    if scales is not None:
+    if scales is not None and factors is not None:
       places = jnp.arange(kv_heads, dtype=jnp.int32) * page_size + row
       scales = scales.at[page, 0, places].set(factors[token])
     return pages, scales

@@ -220,7 +220,7 @@ def _chunk_spec(x: jax.Array) -> pl.BlockSpec:
 
 def _scratch(
   operands: operands_lib.WriteOperands, options: operands_lib.WriteOptions
-) -> Scratch:
+) -> Any:
   ring = tpu_tiles.write_tiles(operands, options).ring
   rings = []
   for pages, geometry in (

@@ -44,7 +44,7 @@ def write_kv(
     operands.slots,
     options.v_geometry,
   )
-  if operands.k_scales is None:
+  if k[1] is None or v[1] is None:
     return k[0], v[0]
   return k[0], v[0], k[1], v[1]
 

@@ -173,7 +173,7 @@ def _resolve_window(
 ) -> jax.Array | int | None:
   if window is None:
     return None
-  if isinstance(window, numbers.Integral):
+  if isinstance(window, (int, numbers.Integral)):
     if window < 1:
       raise errors.KernelArgumentError(
         f"{window=}, expected at least 1, the query itself, or None"

@@ -273,7 +273,7 @@ def accumulate(
   v: Ref,  # [key_rows, v_head_dim]
   *,
   interpret: bool,
-) -> jax.Array:
+) -> Any:
   """`out + weights @ v`, in the accumulator's own registers."""
   if interpret:
     # JAX interprets no WGMMA of registers, nor one that goes on from a value.

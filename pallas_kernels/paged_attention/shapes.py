@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +90,8 @@ def compile_shapes() -> Iterator[AttentionShape]:
               kv_dtype=kv_dtype,
             )
   for phase, sequences, queries in (("decode", 8, 1), ("ragged", 4, 64)):
-    for extra in ({"window": 256}, {"soft_cap": 30.0}):
+    extras: tuple[dict[str, Any], ...] = ({"window": 256}, {"soft_cap": 30.0})
+    for extra in extras:
       for head_dim in HEAD_DIMS:
         label = "_".join(extra)
         yield AttentionShape(

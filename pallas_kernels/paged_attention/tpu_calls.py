@@ -185,8 +185,8 @@ def stream_scratch(
   operands: operands_lib.Operands,
   options: operands_lib.Options,
   pages_per_block: int,
-) -> StreamScratch:
-  """The scratch types of the stream."""
+) -> Any:
+  """The scratch types of the stream, a `StreamScratch` of them."""
   kv_heads = options.kv_heads
   buffers = [
     pltpu.VMEM(

@@ -286,7 +286,12 @@ def _call(
   if operands.k_scales is not None:
     shape = (2, kv_heads, static.k_geometry.fold, static.columns)
     factors = pltpu.VMEM(shape, jnp.float32)
-  column = pltpu.VMEM((kv_heads, folded_rows, 1), jnp.float32)
+  # Pallas takes trees of scratch types; its annotations know only flat ones.
+  scratch: Any = Scratch(
+    stream=tpu_calls.stream_scratch(operands, options, static.pages_per_block),
+    state=_state_scratch(kv_heads, folded_rows, static.v_geometry.lane),
+    factors=factors,
+  )
   return pl.pallas_call(
     kernel,
     out_shape=(
@@ -308,21 +313,7 @@ def _call(
         block(kv_heads, rows, options.v_head_dim),
         block(kv_heads, 1, rows),
       ),
-      scratch_shapes=[
-        Scratch(
-          stream=tpu_calls.stream_scratch(
-            operands, options, static.pages_per_block
-          ),
-          state=tpu_block.State(
-            top=column,
-            total=column,
-            acc=pltpu.VMEM(
-              (kv_heads, folded_rows, static.v_geometry.lane), jnp.float32
-            ),
-          ),
-          factors=factors,
-        )
-      ],
+      scratch_shapes=[scratch],
     ),
     compiler_params=tpu_calls.COMPILER_PARAMS,
     name="kvjax_paged_prefill",
@@ -376,3 +367,10 @@ def _tiled_sinks(
   tops = tops.reshape(kv_heads, fold, 1, group)
   tops = jnp.repeat(tops, query_block, axis=2)
   return tops.reshape(kv_heads, 1, fold * query_block * group)
+
+
+def _state_scratch(kv_heads: int, rows: int, v_lane: int) -> Any:
+  """The scratch types of a `tpu_block.State`."""
+  column: Any = pltpu.VMEM((kv_heads, rows, 1), jnp.float32)
+  acc: Any = pltpu.VMEM((kv_heads, rows, v_lane), jnp.float32)
+  return tpu_block.State(top=column, total=column, acc=acc)
