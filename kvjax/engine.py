@@ -317,6 +317,11 @@ class Engine:
     params = params or requests.SamplingParams()
     if isinstance(params, requests.SamplingParams):
       params = [params] * len(prompts)
+    if isinstance(prompts, str) or len(params) != len(prompts):
+      raise errors.BadRequest(
+        f"expected a list of prompts and as many params, got {len(params)} "
+        f"params for {type(prompts).__name__} of {len(prompts)}"
+      )
     submitted: list[requests.Request] = []
     try:
       for prompt, own in zip(prompts, params, strict=True):

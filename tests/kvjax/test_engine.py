@@ -405,6 +405,15 @@ def test_bad_requests_are_refused_at_submit(
     check_whole(engine)
 
 
+def test_generate_wants_a_list_of_prompts_and_as_many_params(model):
+  with make_engine(model, tokenizer=Letters()) as engine:
+    with pytest.raises(errors.BadRequest, match="str of 4"):
+      engine.generate("text")
+    with pytest.raises(errors.BadRequest, match="1 params for list of 2"):
+      engine.generate(["a", "b"], [GREEDY])
+    assert engine.num_unfinished == 0
+
+
 def test_the_largest_request_that_fits_runs(model):
   params = requests.SamplingParams(max_tokens=13, ignore_eos=True)
   with make_engine(model) as engine:
