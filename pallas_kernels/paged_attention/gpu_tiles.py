@@ -95,8 +95,9 @@ def prefill_tiles(
 ) -> PrefillTiles:
   """Chooses tiles for a ragged step.
 
-  Two warpgroups read each tile of keys once for both.  With wide quantised
-  heads one of them needs every register that two would share.
+  Two warpgroups read each tile of keys once for both.  Quantised tiles are
+  widened in registers: short ones, and with wide heads by one warpgroup that
+  has every register that two would share.
 
   Args:
     operands: of the call.
@@ -104,7 +105,7 @@ def prefill_tiles(
   """
   wide = max(options.head_dim, options.v_head_dim) > 128
   quantized = operands.k_pages.dtype.itemsize == 1
-  rows = _key_rows(options)
+  rows = QUERY_ROWS if quantized else _key_rows(options)
   return PrefillTiles(
     key_rows=rows,
     stages=2 if wide else _stages(rows, operands, options),
