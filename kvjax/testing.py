@@ -15,6 +15,7 @@ from flax import nnx
 from kvjax import models
 from kvjax.models import params as params_lib
 
+_GREEDY_CHUNK = 8
 DenseCache: TypeAlias = tuple[tuple[jax.Array, jax.Array], ...]
 
 
@@ -181,6 +182,9 @@ class DenseDecoder:
   ) -> list[int]:
     """The likeliest continuation of one prompt, in a batch of one.
 
+    The prompt goes in by eights, its rest one by one, so that prompts of any
+    length compile two shapes.
+
     Args:
       prompt: Its token ids.
       max_tokens: Most tokens to add.
@@ -190,7 +194,13 @@ class DenseDecoder:
       The new token ids, an ending one included.
     """
     self.reset()
-    logits = self.prefill([list(prompt)])
+    whole = len(prompt) - len(prompt) % _GREEDY_CHUNK
+    pieces = [
+      list(prompt[begin : begin + _GREEDY_CHUNK])
+      for begin in range(0, whole, _GREEDY_CHUNK)
+    ]
+    pieces += [[token] for token in prompt[whole:]]
+    logits = [self.prefill([piece]) for piece in pieces][-1]
     tokens: list[int] = []
     while True:
       tokens.append(int(np.argmax(logits[0])))
