@@ -142,9 +142,11 @@ class KVAllocator(state.State):
         sequence.root.num_sequences += 1
         sequence.node = sequence.root.top
         self.phase("open.matching")
-        semantic_tokens = matching.match(self, sequence)
+        semantic_tokens, pages = matching.match(self, sequence)
         sequence.matched_tokens = int(self.rows.length[sequence.row])
-        sequence.receipt = matching.receipt(self, sequence, semantic_tokens)
+        sequence.receipt = matching.receipt(
+          self, sequence, semantic_tokens, pages
+        )
         self.phase("open.matched")
       except BaseException:
         holding.release(self, sequence)

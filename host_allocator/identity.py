@@ -21,6 +21,7 @@ from host_allocator import layout as layout_lib
 
 MANIFEST_SCHEMA = 1
 NO_PARENT = b""
+_LENGTHS = struct.Struct("<QQ")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -261,8 +262,8 @@ def page_key(
 ) -> bytes:
   """Returns the key of a page: H(parent's key, its tokens, its extras).
 
-  Every part is preceded by its kind and length, so that no two lists of parts
-  spell the same message: ("ab", "c") and ("a", "bc") differ, a name never
+  Lengths go before parts and kinds before extras, so that no two lists of
+  parts spell the same message: ("ab", "c") and ("a", "bc") differ, a name never
   passes for a salt in another place. The same in every process.
 
   Args:
@@ -275,17 +276,15 @@ def page_key(
 
   Reference: §0x07B.
   """
-  digest = hashlib.sha256()
-  digest.update(_framed(b"p", parent))
-  digest.update(_framed(b"t", token_bytes))
+  parts = [_LENGTHS.pack(len(parent), len(token_bytes)), parent, token_bytes]
   for extra in extras:
     if isinstance(extra, bytes):
-      digest.update(_framed(b"b", extra))
+      parts.append(_framed(b"b", extra))
     elif isinstance(extra, str):
-      digest.update(_framed(b"s", extra.encode()))
+      parts.append(_framed(b"s", extra.encode()))
     else:
-      digest.update(_framed(b"i", str(extra).encode()))
-  return digest.digest()
+      parts.append(_framed(b"i", str(extra).encode()))
+  return hashlib.sha256(b"".join(parts)).digest()
 
 
 def partial_page_key(

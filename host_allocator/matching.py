@@ -21,11 +21,14 @@ from host_allocator import state as state_lib
 from host_allocator.prefix import base
 
 
-def match(state: state_lib.State, sequence: sequences.Sequence) -> int:
+def match(
+  state: state_lib.State, sequence: sequences.Sequence
+) -> tuple[int, list[np.ndarray]]:
   """Takes over whatever the index has beyond what the table shows.
 
   Returns:
-    S_indexed, the tokens of the prompt that the index has.
+    S_indexed, the tokens of the prompt that the index has; and the pages that
+    were taken over, intp per group.
   """
   row, rows = sequence.row, state.rows
   known = int(rows.num_tokens[row])
@@ -35,35 +38,31 @@ def match(state: state_lib.State, sequence: sequences.Sequence) -> int:
   if state.tail_policy == "full_pages":
     present = min(present, cap)
     present -= present % state.bundle
-  if present <= rows.present[row]:
-    return found.num_tokens
-  holding.note_valid_rows(state, row)
   start = int(rows.published[row])
   start -= start % state.bundle
-  pages = _found_pages(state, found, start, present)
-  _pin(state, pages, start, present)
-  if present % state.bundle and not _copy_fits(state, known, present):
-    aligned = present - present % state.bundle
-    pages = _unpin(state, pages, start, present, aligned)
-    present = aligned
-    if present <= rows.present[row]:
-      _unpin(state, pages, start, present, start)
-      return found.num_tokens
-  state.index.detach(sequence)
-  _replace_table(state, row, pages, start, present)
-  state.index.settle(sequence, found, present)
-  rows.length[row] = min(present, cap)
-  rows.present[row] = present
-  state.epoch += 1
-  return found.num_tokens
+  pages, present = _pin_found(state, row, found, start, present)
+  if present > rows.present[row]:
+    holding.note_valid_rows(state, row)
+    state.index.detach(sequence)
+    _replace_table(state, row, pages, start, present)
+    state.index.settle(sequence, found, present)
+    rows.length[row] = min(present, cap)
+    rows.present[row] = present
+    state.epoch += 1
+  return found.num_tokens, pages
 
 
 def receipt(
-  state: state_lib.State, sequence: sequences.Sequence, semantic_tokens: int
+  state: state_lib.State,
+  sequence: sequences.Sequence,
+  semantic_tokens: int,
+  pages: list[np.ndarray],
 ) -> receipts.PrefixMatchReceipt:
-  """The record of a match that has just been made."""
+  """The record of the match with which a sequence was opened."""
   row, rows = sequence.row, state.rows
-  group_pages = holding.table_pages(state, row)
+  for ids in pages:
+    ids.flags.writeable = False
+  group_pages = tuple(pages)
   present = int(rows.present[row])
   return receipts.PrefixMatchReceipt(
     epoch=state.epoch,
@@ -86,6 +85,35 @@ def keys_in_use(state: state_lib.State) -> Iterator[np.ndarray]:
   for root in state.index.roots():
     for node in state.index.nodes(root):
       yield node.key[: state.index.end(node) - node.start]
+
+
+def _pin_found(
+  state: state_lib.State,
+  row: int,
+  found: base.PrefixMatch,
+  start: int,
+  present: int,
+) -> tuple[list[np.ndarray], int]:
+  """Pins the pages of a match, as far as there is room to use them.
+
+  Returns:
+    The pages per group from the bundle at `start` on, pinned; and the rows that
+    they show. No pages, where the table shows as many rows already.
+  """
+  known, shown = int(state.rows.num_tokens[row]), int(state.rows.present[row])
+  nothing = [np.zeros(0, np.intp) for _ in state.pools]
+  if present <= shown:
+    return nothing, shown
+  pages = _found_pages(state, found, start, present)
+  _pin(state, pages, start, present)
+  aligned = present - present % state.bundle
+  if present == aligned or _copy_fits(state, known, present):
+    return pages, present
+  pages = _unpin(state, pages, start, present, aligned)
+  if aligned > shown:
+    return pages, aligned
+  _unpin(state, pages, start, aligned, start)
+  return nothing, shown
 
 
 def _found_pages(
