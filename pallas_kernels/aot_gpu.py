@@ -204,7 +204,7 @@ def _module(call: aot_cases.Call) -> Any:
 @contextlib.contextmanager
 def uncached() -> Generator[None]:
   """Compiles inside are done: JAX cannot read such programs back."""
-  folder = jax.config.jax_compilation_cache_dir
+  folder = jax.config.values["jax_compilation_cache_dir"]
   jax.config.update("jax_compilation_cache_dir", None)
   compilation_cache.reset_cache()
   try:
