@@ -141,6 +141,7 @@ class KVCache:
     self._num_pages = tuple(num_pages)
     self._pages = pages_lib.make_pages(layout, self._num_pages)
     self._copy_rows = jax.jit(pages_lib.copy_rows, donate_argnums=0)
+    self._packings: dict[tables.StepShape, tables.Packing] = {}
     self._open_step: Step | None = None
 
   # Sequences: the allocator's operations, unchanged.
@@ -179,8 +180,17 @@ class KVCache:
     """Looks again for rows computed by others; returns the rows gained."""
     return self.allocator.rematch(sequence)
 
+  def batch(self, members: Sequence[sequences.Sequence]) -> sequences.Batch:
+    """Checks sequences once, for many calls of `append` and `step`.
+
+    It is refused once one of its members has been closed.
+    """
+    return self.allocator.batch(members)
+
   def append(
-    self, batch: Sequence[sequences.Sequence], tokens: Sequence[int]
+    self,
+    batch: Sequence[sequences.Sequence] | sequences.Batch,
+    tokens: Sequence[int] | np.ndarray,
   ) -> None:
     """Makes one more token known to each sequence of a batch."""
     self.allocator.append(batch, tokens)
@@ -213,7 +223,7 @@ class KVCache:
 
   @contextlib.contextmanager
   def step(
-    self, batch: Sequence[tuple[sequences.Sequence, int]]
+    self, batch: Sequence[tuple[sequences.Sequence, int]] | sequences.Batch
   ) -> Iterator[Step]:
     """Reserves, runs and publishes one step, or leaves no trace of it.
 
@@ -223,7 +233,8 @@ class KVCache:
 
     Args:
       batch: `(sequence, num_new_tokens)` pairs; the sequence's next
-        `num_new_tokens` known tokens are computed.
+        `num_new_tokens` known tokens are computed. Or a `batch`, one token
+        of each member.
 
     Yields:
       The open step.
@@ -235,8 +246,7 @@ class KVCache:
       PagesNotReturned: the block ended without setting `step.pages`.
       DeviceLost: the device pages were lost; the cache is empty afterwards.
     """
-    counts = [count for _, count in batch]
-    shape = tables.smallest_shape(self.step_shapes, sum(counts), len(counts))
+    shape = self._shape(batch)
     plan = self.allocator.plan(batch)
     step: Step | None = None
     try:
@@ -245,12 +255,13 @@ class KVCache:
       step = self._begin(packed, shape)
       yield step
       self._adopt(step)
+      self.allocator.commit(plan)
     except BaseException as error:
-      self.allocator.abort(plan)
+      if self.allocator.open_plan is plan:
+        self.allocator.abort(plan)
       self._recover(step, error)
       raise
     self._open_step = None
-    self.allocator.commit(plan)
 
   @contextlib.contextmanager
   def idle_step(self, shape: tables.StepShape) -> Iterator[Step]:
@@ -286,8 +297,22 @@ class KVCache:
       self._pages.groups[group], table, sequence.length, layer
     )
 
+  def _shape(
+    self, batch: Sequence[tuple[sequences.Sequence, int]] | sequences.Batch
+  ) -> tables.StepShape:
+    if isinstance(batch, sequences.Batch):
+      num_tokens = num_sequences = len(batch.rows)
+    else:
+      num_tokens = sum(count for _, count in batch)
+      num_sequences = len(batch)
+    return tables.smallest_shape(self.step_shapes, num_tokens, num_sequences)
+
   def _packing(self, shape: tables.StepShape) -> tables.Packing:
-    return tables.Packing(shape, self.allocator.table_widths)
+    # One object per shape: it works out its offsets once.
+    if shape not in self._packings:
+      packing = tables.Packing(shape, self.allocator.table_widths)
+      self._packings[shape] = packing
+    return self._packings[shape]
 
   def _begin(self, packed: np.ndarray, shape: tables.StepShape) -> Step:
     # `packed` is fresh every step: the device array may alias it.

@@ -52,6 +52,22 @@ def test_a_committed_step_is_visible():
   assert cache.audit() == ()
 
 
+def test_a_kept_batch_decodes_a_token_of_each_member():
+  cache = make_cache()
+  members = [cache.open([1, 2]), cache.open([5, 6, 7])]
+  run(cache, (members[0], 2), (members[1], 3))
+  batch = cache.batch(members)
+  for tokens in ([3, 8], [4, 9]):
+    cache.append(batch, tokens)
+    with cache.step(batch) as step:
+      _, step.pages = model(step.pages, step.arrays)
+  assert stored_tokens(cache, members[0]) == [1, 2, 3, 4]
+  assert stored_tokens(cache, members[1]) == [5, 6, 7, 8, 9]
+  cache.close(members[0])
+  with pytest.raises(errors.SequenceClosed):
+    cache.append(batch, [1, 1])
+
+
 def test_an_exception_before_the_model_restores_the_predecessor():
   cache = make_cache()
   sequence = cache.open([1, 2, 3, 4, 5])
@@ -77,6 +93,26 @@ def test_an_exception_after_the_model_restores_the_predecessor():
   assert cache.allocator.state_digest() == before
   assert stored_tokens(cache, sequence) == [1, 2, 3]
   assert cache.audit() == ()
+
+
+def test_a_commit_that_fails_restores_the_predecessor():
+  cache = make_cache()
+  sequence = cache.open([1, 2, 3, 4, 5])
+  run(cache, (sequence, 3))
+  before = cache.allocator.state_digest()
+
+  def fail(phase):
+    if phase.startswith("commit"):
+      raise KeyError(phase)
+
+  cache.allocator.on_phase = fail
+  with pytest.raises(KeyError, match="commit"):
+    run(cache, (sequence, 2))
+  cache.allocator.on_phase = None
+  assert cache.allocator.state_digest() == before
+  assert cache.audit() == ()
+  run(cache, (sequence, 2))
+  assert stored_tokens(cache, sequence) == [1, 2, 3, 4, 5]
 
 
 def test_an_aborted_row_copy_is_copied_again():
