@@ -96,13 +96,20 @@ def blank_unseen(
   A weight of 0 times NaN is NaN, so masking scores is not enough for V, nor for
   K where a row shares its lanes with another.
   """
-  x = buffer[half]
-  at = lax.broadcasted_iota(jnp.int32, x.shape, 1) * fold + first_row
+  shape = buffer.shape[2:]
+  at = lax.broadcasted_iota(jnp.int32, shape, 0) * fold + first_row
   if fold == 2:
-    lane = lax.broadcasted_iota(jnp.int32, x.shape, 2)
-    at += (lane >= x.shape[2] // 2).astype(jnp.int32)
+    lane = lax.broadcasted_iota(jnp.int32, shape, 1)
+    at += (lane >= shape[1] // 2).astype(jnp.int32)
   low, high = seen
-  buffer[half] = jnp.where((at >= low) & (at < high), x, jnp.zeros_like(x))
+  is_seen = (at >= low) & (at < high)
+
+  # Once or twice a sequence: not worth the length of an unrolled loop.
+  def body(head: jax.Array, _: None) -> None:
+    x = buffer[half, head]
+    buffer[half, head] = jnp.where(is_seen, x, jnp.zeros_like(x))
+
+  lax.fori_loop(0, buffer.shape[1], body, None)
 
 
 def stack_factors(factors: list[list[jax.Array]], rows: int) -> jax.Array:
