@@ -137,7 +137,8 @@ def compile_function(
     file.unlink()
   with sharding.use_abstract_mesh(_mesh(device)):
     compiled = jax.jit(run, donate_argnums=donated).lower(*placed).compile()
-  text = compiled.as_text()
+  text = compiled.as_text() or ""
+  memory: Any = compiled.memory_analysis()
   kernels = re.findall(r"%(\S+) = [^\n]*custom_call_target=\"tpu_custom", text)
   sizes = re.findall(
     r'"used_scoped_memory_configs":\[\{"memory_space":"1",[^}]*"size":"(\d+)"',
@@ -145,7 +146,7 @@ def compile_function(
   )
   return Compiled(
     text=text,
-    temporary_bytes=compiled.memory_analysis().temp_size_in_bytes,
+    temporary_bytes=memory.temp_size_in_bytes,
     vmem_bytes=max(map(int, sizes), default=0),
     bundles=_bundles(kernels),
   )
@@ -271,9 +272,9 @@ def decode_baseline(
 
   array = jax.ShapeDtypeStruct
   pool = (shape.kv_heads, shape.num_pages, shape.page_size)
-  pages = array((*pool, shape.head_dim), jnp.dtype(shape.kv_dtype))
+  pages: Any = array((*pool, shape.head_dim), jnp.dtype(shape.kv_dtype))
   if shape.kv_dtype == "int8":
-    scales = array((*pool, 1), jnp.float32)
+    scales: Any = array((*pool, 1), jnp.float32)
     pages = quantization_utils.QuantizedTensor(pages, scales)
   queries = (shape.sequences, shape.q_heads, shape.head_dim)
   operands = (
