@@ -8,6 +8,7 @@ steps.py         the plan of a step and its packed buffer
 allocator.py     the transactions, under one lock
 """
 
+import itertools
 import threading
 from collections.abc import Callable
 from collections.abc import Sequence
@@ -103,6 +104,7 @@ class State:
     self.epoch = 0
     self.open_plan: steps.StepPlan | None = None
     self.held_leases: dict[int, receipts.Lease] = {}
+    self.lease_numbers = itertools.count(1)
     self.lock = threading.RLock()
     self.on_phase: Callable[[str], None] | None = None
 

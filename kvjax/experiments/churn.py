@@ -138,46 +138,61 @@ def run_schedule(
   """
   outcome = Outcome(requests=len(trace))
   waiting = collections.deque(trace)
-  active: list[tuple[Any, Request]] = []
-  produced: list[int] = []
+  active: list[_Active] = []
   start = time.perf_counter()
   while waiting or active:
-    admitted = []
-    while (
-      waiting
-      and len(active) + len(admitted) < max_active
-      and len(admitted) < admissions_per_step
-    ):
-      admission = manager.admit(waiting[0])
-      if admission is None:
-        break
-      request = waiting.popleft()
-      handle, matched = admission
-      admitted.append((handle, request))
-      outcome.prompt_tokens += len(request.prompt)
-      outcome.matched_tokens += matched
+    room = min(admissions_per_step, max_active - len(active))
+    admitted = _admit(manager, waiting, room, outcome)
     if admitted:
-      manager.prefill([handle for handle, _ in admitted])
+      manager.prefill([each.handle for each in admitted])
       active += admitted
-      produced += [0] * len(admitted)
     if not active:
       raise RuntimeError("a request does not fit the empty pool")
-    tokens = [
-      request.output[count]
-      for (_, request), count in zip(active, produced, strict=True)
-    ]
-    if not manager.decode([handle for handle, _ in active], tokens):
+    tokens = [each.request.output[each.produced] for each in active]
+    if not manager.decode([each.handle for each in active], tokens):
       raise RuntimeError("the pool is too small for the active requests")
     outcome.steps += 1
-    produced = [count + 1 for count in produced]
-    if len(active[0][1].output) == produced[0]:
-      staying = []
-      for entry, count in zip(active, produced, strict=True):
-        if count == len(entry[1].output):
-          manager.finish(entry[0])
-        else:
-          staying.append((entry, count))
-      active = [entry for entry, _ in staying]
-      produced = [count for _, count in staying]
+    for each in active:
+      each.produced += 1
+    if active[0].is_done:  # Nobody behind the first can be done before it.
+      for each in active:
+        if each.is_done:
+          manager.finish(each.handle)
+      active = [each for each in active if not each.is_done]
   outcome.seconds = time.perf_counter() - start
   return outcome
+
+
+class _Active:
+  """A request that is being served."""
+
+  __slots__ = ("handle", "produced", "request")
+
+  def __init__(self, handle: Any, request: Request):
+    self.handle = handle
+    self.request = request
+    self.produced = 0
+
+  @property
+  def is_done(self) -> bool:
+    return self.produced == len(self.request.output)
+
+
+def _admit(
+  manager: Manager,
+  waiting: collections.deque[Request],
+  room: int,
+  outcome: Outcome,
+) -> list[_Active]:
+  """Admits from the front of the queue, at most `room`, and counts hits."""
+  admitted: list[_Active] = []
+  while waiting and len(admitted) < room:
+    admission = manager.admit(waiting[0])
+    if admission is None:
+      break
+    handle, matched = admission
+    request = waiting.popleft()
+    admitted.append(_Active(handle, request))
+    outcome.prompt_tokens += len(request.prompt)
+    outcome.matched_tokens += matched
+  return admitted
