@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 
 import jax
+import jax.numpy as jnp
 
 from pallas_kernels import bits
 from pallas_kernels import checks
@@ -69,12 +70,13 @@ def write_kv(
     k_scales=k_scales,
     v_scales=v_scales,
   )
+  operands = jax.tree.map(jnp.asarray, operands)
   options = resolve_write(operands)
   if k_scales is None:
     operands = dataclasses.replace(
       operands,
-      k=k.astype(bits.element_dtype(k_pages.dtype)),
-      v=v.astype(bits.element_dtype(v_pages.dtype)),
+      k=operands.k.astype(bits.element_dtype(k_pages.dtype)),
+      v=operands.v.astype(bits.element_dtype(v_pages.dtype)),
     )
   module = WRITE.select(implementation, operands, options)
   return module.write_kv(operands, options)
@@ -171,6 +173,7 @@ def copy_rows(
     destination_pages=destination_pages,
     row_counts=row_counts,
   )
+  operands = jax.tree.map(jnp.asarray, operands)
   _check_copies(source_pages, destination_pages, row_counts)
   options = operands_lib.CopyOptions(
     geometry=page_shape.geometry_of("pages", pages, head_dim)

@@ -51,6 +51,7 @@ def merge_states(
     outs=gradients.inference_only("merge_states", outs),
     lses=gradients.inference_only("merge_states", lses),
   )
+  operands = jax.tree.map(jnp.asarray, operands)
   options = operands_lib.Options()
   module = OP.select(implementation, operands, options)
   return module.merge_states(operands, options)

@@ -1,5 +1,6 @@
 """The public op: validates a call, resolves it, and selects who runs it."""
 
+import dataclasses
 import math
 import numbers
 
@@ -101,10 +102,12 @@ def paged_attention(
     query_starts=query_starts,
     query_positions=query_positions,
     key_starts=key_starts,
-    window=_resolve_window(window),
     sinks=sinks,
     k_scales=k_scales,
     v_scales=v_scales,
+  )
+  operands = dataclasses.replace(
+    jax.tree.map(jnp.asarray, operands), window=_resolve_window(window)
   )
   options = resolve(
     operands,
