@@ -5,7 +5,7 @@ come in *groups* that share the products of a block of key rows:
 
     decode   8 sequences, one query each, sorted so that a group's contexts are
              about as long as each other
-    chunks   a tile of 64 queries of one sequence
+    chunks   a tile of 128 queries of one sequence, of 32 where fewer are left
 
 A group walks its blocks with a running softmax.  A block's pages are gathered
 as `[pages * kv_heads, page_size, head_dim]` at `page * kv_heads + head`, which
@@ -166,33 +166,46 @@ def _decode(call: _Call, single: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 def _ragged(call: _Call) -> tuple[jax.Array, jax.Array]:
   """Any number of queries a sequence: tiles of chunks, and single queries."""
+  tokens = call.q.shape[0]
   starts = call.operands.query_starts
   counts = starts[1:] - starts[:-1]
-  out, lse = _chunks(call, jnp.where(counts > 1, counts, 0))
+  wide, short = call.tiles.query_rows, call.tiles.short_query_rows
+  in_tiles = counts // wide * wide
+  left = jnp.where(counts > 1, counts - in_tiles, 0)
+  # Short tiles are written whole and spill past their chunk, so they go first:
+  # what they spill over is written after them, or masked below.
+  short = min(short, tokens)
+  state = _empty(call, tokens + short)
+  state = _chunks(call, starts[:-1] + in_tiles, left, short, state)
+  if tokens >= wide:
+    state = _chunks(call, starts[:-1], in_tiles, wide, state)
+  out, lse = state[0][:tokens], state[1][:tokens]
   single = counts == 1
   single_out, single_lse = _decode(call, single)
-  token = jnp.arange(call.q.shape[0], dtype=jnp.int32)
-  is_single = single[call.sequence] & (token < starts[-1])
-  wide = is_single[:, None, None]
-  out = jnp.where(wide[..., None], single_out[call.sequence], out)
-  lse = jnp.where(wide, single_lse[call.sequence], lse)
-  # A chunk's last tile spills into rows that no sequence wrote after it.
+  token = jnp.arange(tokens, dtype=jnp.int32)
   real = (token < starts[-1])[:, None, None]
+  alone = single[call.sequence][:, None, None]
+  out = jnp.where(alone[..., None], single_out[call.sequence], out)
+  lse = jnp.where(alone, single_lse[call.sequence], lse)
   return jnp.where(real[..., None], out, 0), jnp.where(real, lse, _NOTHING)
 
 
-def _chunks(call: _Call, counts: jax.Array) -> tuple[jax.Array, jax.Array]:
-  """Tiles of sequences with several queries, in order of their rows.
-
-  Tiles are written whole: what one spills past its chunk, the next one or the
-  caller overwrites.
+def _chunks(
+  call: _Call,
+  starts: jax.Array,
+  counts: jax.Array,
+  size: int,
+  state: tuple[jax.Array, jax.Array],
+) -> tuple[jax.Array, jax.Array]:
+  """Tiles of chunks, in the order of their rows.
 
   Args:
     call: of the whole batch.
-    counts: int32 `[sequences]`, queries of each sequence, 0 to leave it out.
+    starts: int32 `[sequences]`, first query row of each sequence's chunk.
+    counts: int32 `[sequences]`, query rows of each chunk; 0 leaves it out.
+    size: query rows of a tile.
+    state: `(out, lse)` so far, with room for a tile behind the last row.
   """
-  size = min(call.tiles.query_rows, call.q.shape[0])
-  starts = call.operands.query_starts
   num_tiles = -(-counts // size)
   ends = jnp.cumsum(num_tiles, dtype=jnp.int32)
   pad = lambda x: jnp.pad(x, ((0, size),) + ((0, 0),) * (x.ndim - 1))
@@ -223,9 +236,7 @@ def _chunks(call: _Call, counts: jax.Array) -> tuple[jax.Array, jax.Array]:
       lax.dynamic_update_slice(state[1], lse, (token, 0, 0)),
     )
 
-  state = _empty(call, q.shape[0])
-  out, lse = lax.fori_loop(0, ends[-1], body, state)
-  return out[:-size], lse[:-size]
+  return lax.fori_loop(0, ends[-1], body, state)
 
 
 def _empty(call: _Call, rows: int) -> tuple[jax.Array, jax.Array]:
@@ -275,7 +286,7 @@ def _walk(
     # A member with fewer blocks sees nothing of those that it has not.
     block = jnp.minimum(first_block + step, last_block)
     begin = (first_block + step)[:, None] * call.block_rows
-    key_row = begin + jnp.arange(call.block_rows, dtype=jnp.int32)[None, :]
+    key_row = begin + _row_order(call)[None, :]
     seen = (key_row[:, None] >= first[..., None]) & (
       key_row[:, None] < end[..., None]
     )  # [members, rows, block_rows]
@@ -290,6 +301,18 @@ def _walk(
   out = out / divisor[..., None]
   shape = (size, kv_heads, rows, group)
   return out.reshape(*shape, -1), lse.reshape(shape)
+
+
+def _row_order(call: _Call) -> jax.Array:
+  """The rows of a block in the order of a gather: first rows of all pages.
+
+  The pages of a block are read side by side: memory then serves as many streams
+  at once, where page after page would wait for the start of each.
+  """
+  block_pages, page_size = call.k_table.shape[2], call.options.page_size
+  row = jnp.arange(page_size, dtype=jnp.int32)[:, None]
+  page = jnp.arange(block_pages, dtype=jnp.int32)[None, :]
+  return (page * page_size + row).reshape(-1)
 
 
 # Sum of weighted values, greatest logit, sum of weights.
@@ -351,10 +374,11 @@ def _gather(
   geometry: page_shape.PageGeometry,
 ) -> jax.Array:
   """Rows of pages, float32 `[members, kv_heads, block_rows, head_dim]`."""
-  kv_heads = geometry.kv_heads
-  head = jnp.arange(kv_heads, dtype=jnp.int32)[None, :, None]
-  at = ids[:, None, :] * kv_heads + head
-  flat = pages.reshape(-1, *pages.shape[2:])
+  kv_heads, page_size = geometry.kv_heads, geometry.page_size
+  head = jnp.arange(kv_heads, dtype=jnp.int32)[None, :, None, None]
+  row = jnp.arange(page_size, dtype=jnp.int32)[None, None, :, None]
+  at = (ids[:, None, None, :] * kv_heads + head) * page_size + row
+  flat = pages.reshape(-1, geometry.stored_dim)
   found = bits.load(flat.at[at].get(mode="promise_in_bounds"))
   found = found.reshape(len(ids), kv_heads, -1, geometry.stored_dim)
   return found[..., : geometry.head_dim].astype(jnp.float32)
@@ -371,4 +395,4 @@ def _gather_scales(
   found = scales[:, 0].at[ids].get(mode="promise_in_bounds")
   found = found[..., : kv_heads * page_size]
   found = found.reshape(size, pages, kv_heads, page_size)
-  return jnp.moveaxis(found, 2, 1).reshape(size, kv_heads, -1)
+  return found.transpose(0, 2, 3, 1).reshape(size, kv_heads, -1)

@@ -15,17 +15,17 @@ from tests.pallas_kernels import conformance
 from tests.pallas_kernels import harness
 
 
-def _tiling(**sizes):
-  chosen = tiles.XlaTiles(**sizes)
+def _tiling(*sizes):
+  chosen = tiles.XlaTiles(*sizes)
   return mock.patch.object(tiles, "choose_xla_tiles", return_value=chosen)
 
 
 XLA = conformance.Implementation(
   "xla",
   tilings=(
-    functools.partial(_tiling, block_rows=8, decode_sequences=1, query_rows=3),
-    functools.partial(_tiling, block_rows=64, decode_sequences=2),
-    functools.partial(_tiling, block_rows=4096, query_rows=512),
+    functools.partial(_tiling, 8, 1, 3, 2),
+    functools.partial(_tiling, 64, 2, 4, 8),
+    functools.partial(_tiling, 4096, 8, 512, 512),
   ),
 )
 # Pages as a TPU folds and pads them.
