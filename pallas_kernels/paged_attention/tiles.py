@@ -4,6 +4,9 @@ import dataclasses
 
 from pallas_kernels.paged_attention import operands as operands_lib
 
+_DECODE_SEQUENCES = 8
+_DECODE_BLOCK_BYTES = 2**20
+
 
 @dataclasses.dataclass(frozen=True)
 class XlaTiles:
@@ -32,17 +35,19 @@ def choose_xla_tiles(
 ) -> XlaTiles:
   """Block sizes for a call, by measurement on CPUs.
 
-  Few rows a block waste little of short contexts; a chunk's many queries want
-  larger products.
+  A decode group's blocks of K, and as much of V, stay in a core's cache; a
+  chunk's many queries want larger products, whatever the block.
 
   Args:
     operands: of the call.
     options: of the call.
   """
-  del options
+  row_bytes = 4 * options.kv_heads * options.head_dim
+  fitting = _DECODE_BLOCK_BYTES // (_DECODE_SEQUENCES * row_bytes)
+  block_rows = min(256, max(64, 2 ** (max(1, fitting).bit_length() - 1)))
   return XlaTiles(
-    block_rows=128 if operands.is_decode else 256,
-    decode_sequences=8,
+    block_rows=block_rows if operands.is_decode else 256,
+    decode_sequences=_DECODE_SEQUENCES,
     query_rows=128,
     short_query_rows=32,
   )
