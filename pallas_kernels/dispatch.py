@@ -17,7 +17,7 @@ import functools
 import importlib
 import importlib.util
 import types
-from collections.abc import Iterator
+from collections.abc import Generator
 
 import jax
 from absl import logging
@@ -39,7 +39,7 @@ _target: contextvars.ContextVar[str | None] = contextvars.ContextVar(
 
 
 @contextlib.contextmanager
-def tracing_for(platform: str) -> Iterator[None]:
+def tracing_for(platform: str) -> Generator[None]:
   """Traces for a platform that is not here: to interpret, or compile ahead.
 
   Args:

@@ -181,7 +181,7 @@ def _resolve_window(
       raise errors.KernelArgumentError(
         f"{window=}, expected at least 1, the query itself, or None"
       )
-    return min(int(window), 2**31 - 1)
+    return min(int(window), 2**31 - 1)  # Of NumPy integers too.
   checks.require_shape("window", window, "[]", [])
   return window
 

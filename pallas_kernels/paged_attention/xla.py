@@ -41,10 +41,11 @@ def paged_attention(
   """`api.paged_attention`."""
   tokens, q_heads, _ = operands.q.shape
   call = _prepare(operands, options)
-  if operands.is_decode:
-    out, lse = _decode(call, jnp.ones(tokens, bool))
+  if operands.query_starts is None:
+    token = jnp.arange(tokens, dtype=jnp.int32)
+    out, lse = _decode(call, token, jnp.ones(tokens, bool))
   else:
-    out, lse = _ragged(call)
+    out, lse = _ragged(call, operands.query_starts)
   out = out.reshape(tokens, q_heads, -1).astype(operands.q.dtype)
   return out, lse.reshape(tokens, q_heads)
 
@@ -106,11 +107,14 @@ def _prepare(
   )
 
 
-def _decode(call: _Call, single: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _decode(
+  call: _Call, token: jax.Array, single: jax.Array
+) -> tuple[jax.Array, jax.Array]:
   """Sequences with one query, several at a time.
 
   Args:
     call: of the whole batch.
+    token: int32 `[sequences]`, the query row of each sequence that has one.
     single: bool `[sequences]`, which sequences have exactly one query.
 
   Returns:
@@ -118,10 +122,6 @@ def _decode(call: _Call, single: jax.Array) -> tuple[jax.Array, jax.Array]:
     axis; of the single sequences, the others hold anything.
   """
   sequences = single.shape[0]
-  if call.operands.is_decode:
-    token = jnp.arange(sequences, dtype=jnp.int32)
-  else:
-    token = jnp.minimum(call.operands.query_starts[:-1], call.q.shape[0] - 1)
   first_block, num_blocks = _block_range(
     call, call.first[token][:, None], call.end[token][:, None]
   )
@@ -164,10 +164,9 @@ def _decode(call: _Call, single: jax.Array) -> tuple[jax.Array, jax.Array]:
   return out[place], lse[place]
 
 
-def _ragged(call: _Call) -> tuple[jax.Array, jax.Array]:
+def _ragged(call: _Call, starts: jax.Array) -> tuple[jax.Array, jax.Array]:
   """Any number of queries a sequence: tiles of chunks, and single queries."""
   tokens = call.q.shape[0]
-  starts = call.operands.query_starts
   counts = starts[1:] - starts[:-1]
   wide, short = call.tiles.query_rows, call.tiles.short_query_rows
   in_tiles = counts // wide * wide
@@ -181,7 +180,9 @@ def _ragged(call: _Call) -> tuple[jax.Array, jax.Array]:
     state = _chunks(call, starts[:-1], in_tiles, wide, state)
   out, lse = state[0][:tokens], state[1][:tokens]
   single = counts == 1
-  single_out, single_lse = _decode(call, single)
+  single_out, single_lse = _decode(
+    call, jnp.minimum(starts[:-1], tokens - 1), single
+  )
   token = jnp.arange(tokens, dtype=jnp.int32)
   real = (token < starts[-1])[:, None, None]
   alone = single[call.sequence][:, None, None]
