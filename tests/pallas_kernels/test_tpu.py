@@ -47,6 +47,7 @@ class TestAttention(conformance.AttentionConformance):
   test_lengths_short_of_a_page_equal_each_alone = None
   test_a_split_at_any_page_merges_to_the_whole = None
   test_windows_that_end_inside_and_across_a_shared_prefix = None
+  test_sinks_count_once_whether_split_or_not = None
 
 
 class TestMasks(conformance.MaskConformance):

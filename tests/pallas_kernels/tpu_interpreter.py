@@ -75,5 +75,5 @@ def implementation(mode: str) -> conformance.Implementation:
       functools.partial(tiles, FEWEST_ROWS=16, MOST_ROWS=16, QUERY_ROWS=16),
       functools.partial(tiles, FEWEST_ROWS=64, MOST_ROWS=64, QUERY_ROWS=64),
     ),
-    long=150,
+    long=100,
   )
