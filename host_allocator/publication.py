@@ -52,7 +52,9 @@ def _make_private(
   if not len(members):
     return
   copied = part.members[: part.num_copies]
-  pool.valid_rows[pages[~np.isin(members, copied)]] = pool.page_size
+  kept = np.ones(len(members), np.bool_)
+  kept[members.searchsorted(copied)] = False  # Both ascend.
+  pool.valid_rows[pages[kept]] = pool.page_size
   for member, source in zip(copied.tolist(), part.copy_sources, strict=True):
     sequence = plan.sequences[member]
     row = sequence.row

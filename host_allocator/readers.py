@@ -22,12 +22,7 @@ class Readers(state.State):
 
   def can_fit(self, num_tokens: int) -> bool:
     """Whether one sequence of that length fits an empty pool."""
-    return num_tokens <= self.max_length and all(
-      need <= pool.num_pages
-      for need, pool in zip(
-        self.pages_needed(num_tokens), self.pools, strict=True
-      )
-    )
+    return num_tokens <= self.longest
 
   def usage(self) -> tuple[pages.PoolUsage, ...]:
     """The partition of every pool."""

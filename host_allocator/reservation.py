@@ -100,9 +100,9 @@ def _demand(
   else:
     have = -(-plan.writes // size)
     fresh = -(-plan.ends // size) - have
-    members = np.repeat(np.arange(len(plan.rows)), fresh)
+    members = np.arange(len(plan.rows)).repeat(fresh)
     columns = have[members] + np.arange(len(members))
-    columns -= (np.cumsum(fresh) - fresh)[members]
+    columns -= (fresh.cumsum() - fresh)[members]
   copied = _shared_tails(state, plan, group) if plan.has_shared else _NONE
   return copied, members, columns
 

@@ -47,6 +47,7 @@ class State:
     epoch: Counts commits of any kind.
     open_plan: The step that is neither committed nor aborted.
     bundle: Tokens of an index unit.
+    longest: Tokens of the longest sequence that could ever be held.
     on_phase: Called with the name of each phase of a transaction that can
       still fail; tests make it raise.
   """
@@ -84,6 +85,9 @@ class State:
     self.pools = tuple(
       pages.PagePool(group.page_size, count)
       for group, count in zip(layout.groups, per_group, strict=True)
+    )
+    self.longest = min(
+      max_length, *(pool.num_pages * pool.page_size for pool in self.pools)
     )
     self.rows = sequences.SequenceRows(layout, max_sequences, max_length)
     self.namespaces = identity.Namespaces(semantic_digest, layout.digest)

@@ -186,7 +186,7 @@ def _fill_ragged(
 ) -> None:
   """Fills what depends on how many rows each sequence computes."""
   buffer[: packing.offsets["slots", 0]] = 0
-  starts = np.concatenate([[0], np.cumsum(plan.counts)])
+  starts = np.concatenate([[0], plan.counts.cumsum()])
   _fill(packing, buffer, "sequence_rows", member, packing.shape.num_sequences)
   _fill(packing, buffer, "query_starts", starts, plan.num_tokens)
   _fill(packing, buffer, "logit_rows", starts[1:] - 1, 0)
@@ -206,8 +206,8 @@ def _fill(
 
 def _members(plan: StepPlan) -> tuple[np.ndarray, np.ndarray]:
   """Of each token row, its sequence's place in the batch and its position."""
-  member = np.repeat(np.arange(len(plan.rows)), plan.counts)
-  first = np.cumsum(plan.counts) - plan.counts
+  member = np.arange(len(plan.rows)).repeat(plan.counts)
+  first = plan.counts.cumsum() - plan.counts
   return member, np.arange(plan.num_tokens) + (plan.starts - first)[member]
 
 

@@ -50,6 +50,7 @@ def run(
       common.print_note(f"round {round_number + 1}: {name}")
       manager = make()
       gc.collect()
+      gc.freeze()  # What was imported is not searched again and again.
       outcomes[name].append(
         churn.run_schedule(
           manager,
