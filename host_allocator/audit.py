@@ -91,7 +91,7 @@ def _indexed_bundles(state: state_lib.State, root: base.Root) -> list[bytes]:
       for pool, ids in zip(state.pools, node.pages, strict=True):
         first = (start - node.start) // pool.page_size
         last = -(-(stop - node.start) // pool.page_size)
-        line.append(ids[first:last].tobytes())
+        line.append(ids[first:last].astype(np.int32).tobytes())
       lines.append(b"|".join(line))
     paths[id(node)] = path
   return lines

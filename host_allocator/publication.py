@@ -31,7 +31,8 @@ def publish(state: state_lib.State, plan: steps.StepPlan) -> list[int]:
       pool.commit(part.pages)
       at = plan.rows[part.members]
       rows.set_pages_at(group, at, part.columns, part.pages)
-  if plan.has_shared:  # One new version, however many groups copied.
+  if any(part.num_copies for part in plan.groups):
+    # One new version, however many groups copied.
     copied = [part.members[: part.num_copies] for part in plan.groups]
     rows.versions[plan.rows[np.unique(np.concatenate(copied))]] += 1
   rows.length[plan.rows] = plan.ends
