@@ -42,12 +42,14 @@ def choose_xla_tiles(
     operands: of the call.
     options: of the call.
   """
+  tokens, sequences = operands.q.shape[0], operands.page_table.shape[0]
   row_bytes = 4 * options.kv_heads * options.head_dim
   fitting = _DECODE_BLOCK_BYTES // (_DECODE_SEQUENCES * row_bytes)
   block_rows = min(256, max(64, 2 ** (max(1, fitting).bit_length() - 1)))
   return XlaTiles(
     block_rows=block_rows if operands.is_decode else 256,
     decode_sequences=_DECODE_SEQUENCES,
-    query_rows=128,
+    # A larger tile is faster where most of a chunk fills it.
+    query_rows=256 if tokens >= 512 * sequences else 128,
     short_query_rows=32,
   )
