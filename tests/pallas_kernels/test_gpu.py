@@ -63,6 +63,17 @@ class TestAttention(conformance.AttentionConformance):
 class TestMasks(conformance.MaskConformance):
   implementation = IMPLEMENTATION
 
+  @pytest.mark.parametrize("counts", [None, [1, 13, 2]])
+  def test_queries_of_zero_see_the_mean_of_valid_values(self, counts):
+    """As the shared one, which wants float32's precision of the output."""
+    batch = batches.make([5, 41, 60], counts)
+    batch.q[:] = 0
+    _, lse = harness.check(IMPLEMENTATION, batch, causal=False)
+    owners = np.repeat(batch.lengths, batch.counts)
+    np.testing.assert_allclose(
+      lse, np.log(np.repeat(owners[:, None], 4, axis=1)), rtol=1e-6
+    )
+
 
 class TestSelection:
   """NaN lies in every row that nobody owns, in all of these."""
