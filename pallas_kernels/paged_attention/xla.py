@@ -5,7 +5,7 @@ come in *groups* that share the products of a block of key rows:
 
     decode   8 sequences, one query each, sorted so that a group's contexts are
              about as long as each other
-    chunks   a tile of 128 or 256 queries of one sequence, of 32 for what is left
+    chunks   a tile of 128 or 256 queries of one sequence, of 32 for the rest
 
 A group walks its blocks with a running softmax.  A block's pages are gathered
 as `[pages * kv_heads, page_size, head_dim]` at `page * kv_heads + head`, which
