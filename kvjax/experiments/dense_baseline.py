@@ -102,12 +102,17 @@ def measure(
     The medians over the rounds of paged time / dense time.
 
   Raises:
-    ExperimentError: if the timed steps alone compute more than `context` rows.
+    ExperimentError: if a size is below one, or the timed steps alone compute
+      more than `context` rows.
   """
   if rounds == 0:
     return Ratios(batch, context, chunk)
   prefills = -(-rounds // _DECODES_PER_PREFILL)
   start = context - chunk * (prefills + 1) - (rounds + 1)
+  if min(batch, chunk, rounds) < 1:
+    raise common.ExperimentError(
+      f"a baseline of {batch=}, {chunk=}, {rounds=} is none; rounds=0 skips it"
+    )
   if start < 1:
     raise common.ExperimentError(
       f"a baseline of {context=} rows is too short for {rounds=} of {chunk=}"

@@ -84,6 +84,8 @@ def few_shot_prompts(
     ExperimentError: if a file holds too few lines, or a line is no question
       with an answer.
   """
+  if questions < 1 or shots < 0:
+    raise common.ExperimentError(f"nothing to ask: {questions=}, {shots=}")
   examples = _read(train, shots)
   before = "".join(
     f"Question: {each['question']}\nAnswer: {each['answer']}\n\n"

@@ -89,7 +89,8 @@ def cache_sizes(
   """
   longest = max(map(len, prompts)) + config.max_tokens
   max_length = min(longest, model.config.context_length)
-  pages_each = -(-max_length // config.page_size)
+  # A page size that cannot be is the engine's to refuse.
+  pages_each = -(-max_length // max(config.page_size, 1))
   return dense_baseline.CacheSizes(
     page_size=config.page_size,
     num_pages=config.num_pages or pages_each * config.max_sequences,

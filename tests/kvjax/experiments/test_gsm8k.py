@@ -38,6 +38,8 @@ def test_too_few_lines_and_lines_of_another_kind_are_refused(files, tmp_path):
   train, test = files
   with pytest.raises(common.ExperimentError, match="holds 2 lines, 3 are"):
     gsm8k.few_shot_prompts(train, test, shots=2, questions=3)
+  with pytest.raises(common.ExperimentError, match="nothing to ask"):
+    gsm8k.few_shot_prompts(train, test, shots=2, questions=0)
   other = write_rows(tmp_path / "other.jsonl", [{"question": "q"}])
   with pytest.raises(common.ExperimentError, match='line 1: no "question"'):
     gsm8k.few_shot_prompts(train, other, shots=2, questions=1)

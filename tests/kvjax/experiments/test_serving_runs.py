@@ -6,9 +6,11 @@ import runpy
 
 import pytest
 
+from kvjax import errors
 from kvjax import run
 from kvjax import testing
 from kvjax.experiments import common
+from kvjax.experiments import dense_baseline
 from kvjax.experiments import serving
 
 ROOT = pathlib.Path(__file__).parents[3]
@@ -116,11 +118,28 @@ def test_a_baseline_that_is_left_out_is_null(tiny_model, tmp_path):
   assert summary["reused_share_of_ideal"] is None  # nothing can be reused
 
 
-def test_a_baseline_that_is_too_short_is_refused(tiny_model, tmp_path):
+@pytest.mark.parametrize(
+  ("batch", "match"), [(2, "is too short for"), (0, "batch=0, .* is none")]
+)
+def test_a_baseline_that_cannot_be_is_refused(loaded, batch, match):
+  with pytest.raises(common.ExperimentError, match=match):
+    dense_baseline.measure(
+      loaded[0],
+      batch=batch,
+      context=36,
+      chunk=16,
+      rounds=3,
+      sizes=dense_baseline.CacheSizes(4, 32, 2, 64, 8),
+    )
+
+
+def test_a_page_size_that_cannot_be_is_refused_by_the_library(
+  tiny_model, tmp_path
+):
   prompts = tmp_path / "mine.txt"
   prompts.write_text("one?\n")
-  config = load_config("quickstart", prompts=str(prompts), baseline_context=40)
-  with pytest.raises(common.ExperimentError, match="is too short for"):
+  config = load_config("quickstart", prompts=str(prompts), page_size=0)
+  with pytest.raises(errors.LayoutError, match="page_size"):
     run.run_experiment(config, tmp_path)
 
 
