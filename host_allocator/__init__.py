@@ -8,6 +8,8 @@ from host_allocator.layout import CacheGroup
 from host_allocator.layout import CacheLayout
 from host_allocator.pages import PageHandle
 from host_allocator.pages import PoolUsage
+from host_allocator.prefix.side_inputs import SideInput
+from host_allocator.sequences import Batch
 from host_allocator.sequences import Sequence
 from host_allocator.steps import StepPlan
 from host_allocator.tables import Packing
@@ -15,6 +17,7 @@ from host_allocator.tables import step_shapes
 from host_allocator.tables import StepShape
 
 __all__ = [
+  "Batch",
   "CacheGroup",
   "CacheLayout",
   "KVAllocator",
@@ -22,6 +25,7 @@ __all__ = [
   "PageHandle",
   "PoolUsage",
   "Sequence",
+  "SideInput",
   "StepPlan",
   "StepShape",
   "step_shapes",
