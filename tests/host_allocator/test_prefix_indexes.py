@@ -511,10 +511,10 @@ def serve(count):
     cache.close(child)
     if i % 400 == 0:
       cache.drop_index()
-serve(1500)
+serve(600)
 gc.collect()
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-serve(4500)
+serve(1800)
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 print(gc.collect())
 """
