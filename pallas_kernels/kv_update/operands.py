@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 
 import jax
 
@@ -54,3 +55,25 @@ class CopyOptions:
   """The static side of one `copy_rows`: how the pages lie."""
 
   geometry: page_shape.PageGeometry
+
+
+def write_both(
+  write: Callable[..., tuple[jax.Array, jax.Array | None]],
+  operands: WriteOperands,
+  options: WriteOptions,
+) -> tuple[jax.Array, ...]:
+  """Writes K, then V, by `write(x, pages, scales, slots, geometry)`.
+
+  Returns:
+    What `api.write_kv` returns: both pages, and both scales where quantised.
+  """
+  slots = operands.slots
+  k_pages, k_scales = write(
+    operands.k, operands.k_pages, operands.k_scales, slots, options.k_geometry
+  )
+  v_pages, v_scales = write(
+    operands.v, operands.v_pages, operands.v_scales, slots, options.v_geometry
+  )
+  if k_scales is None or v_scales is None:
+    return k_pages, v_pages
+  return k_pages, v_pages, k_scales, v_scales

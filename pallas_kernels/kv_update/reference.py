@@ -30,23 +30,7 @@ def write_kv(
   operands: operands_lib.WriteOperands, options: operands_lib.WriteOptions
 ) -> tuple[jax.Array, ...]:
   """`api.write_kv`, one token after another."""
-  k = _write(
-    operands.k,
-    operands.k_pages,
-    operands.k_scales,
-    operands.slots,
-    options.k_geometry,
-  )
-  v = _write(
-    operands.v,
-    operands.v_pages,
-    operands.v_scales,
-    operands.slots,
-    options.v_geometry,
-  )
-  if k[1] is None or v[1] is None:
-    return k[0], v[0]
-  return k[0], v[0], k[1], v[1]
+  return operands_lib.write_both(_write, operands, options)
 
 
 def _write(
