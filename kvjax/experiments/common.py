@@ -5,6 +5,7 @@ import json
 import math
 import os
 import pathlib
+import random
 import statistics
 import sys
 import time
@@ -54,8 +55,9 @@ def interleave(
 ) -> dict[str, Timing]:
   """Times functions in turn, so that a slow minute of the machine hits all.
 
-  Every round calls each function once, starting one further along each time;
-  a result that holds JAX arrays is waited for.
+  Every round calls each function once, in an order of its own: what runs after
+  a function finds the caches and the heap as that one left them.  A result that
+  holds JAX arrays is waited for.
 
   Args:
     functions: the functions by name, each doing the whole work to be timed.
@@ -75,9 +77,9 @@ def interleave(
       jax.block_until_ready(function())
   names = list(functions)
   seconds: dict[str, list[float]] = {name: [] for name in names}
-  for index in range(rounds):
-    first = index % len(names)
-    for name in names[first:] + names[:first]:
+  draw = random.Random(0)
+  for _ in range(rounds):
+    for name in draw.sample(names, len(names)):
       start = time.perf_counter()
       jax.block_until_ready(functions[name]())
       seconds[name].append(time.perf_counter() - start)

@@ -4,7 +4,7 @@ import dataclasses
 
 from pallas_kernels.paged_attention import operands as operands_lib
 
-_DECODE_SEQUENCES = 8
+_DECODE_BLOCKS = 8
 _DECODE_BLOCK_BYTES = 2**20
 
 
@@ -15,13 +15,14 @@ class XlaTiles:
   Attributes:
     block_rows: key rows gathered and multiplied at once, about; a whole number
       of pages.
-    decode_sequences: sequences with one query that share a block's products.
+    decode_blocks: blocks of sequences with one query, of the same or of
+      different ones, that are multiplied at once.
     query_rows: query rows of one sequence in a tile of a long chunk.
     short_query_rows: query rows of a tile of what is left of a chunk.
   """
 
   block_rows: int
-  decode_sequences: int
+  decode_blocks: int
   query_rows: int
   short_query_rows: int
 
@@ -44,11 +45,11 @@ def choose_xla_tiles(
   """
   tokens, sequences = operands.q.shape[0], operands.page_table.shape[0]
   row_bytes = 4 * options.kv_heads * options.head_dim
-  fitting = _DECODE_BLOCK_BYTES // (_DECODE_SEQUENCES * row_bytes)
+  fitting = _DECODE_BLOCK_BYTES // (_DECODE_BLOCKS * row_bytes)
   block_rows = min(256, max(64, 2 ** (max(1, fitting).bit_length() - 1)))
   return XlaTiles(
     block_rows=block_rows if operands.is_decode else 256,
-    decode_sequences=_DECODE_SEQUENCES,
+    decode_blocks=_DECODE_BLOCKS,
     # A larger tile is faster where most of a chunk fills it.
     query_rows=256 if tokens >= 512 * sequences else 128,
     short_query_rows=32,

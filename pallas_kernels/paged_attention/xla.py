@@ -1,18 +1,22 @@
 """Plain XLA: the production path on CPU, the fallback elsewhere.
 
-The cost follows the rows that queries see, not the width of tables.  Queries
-come in *groups* that share the products of a block of key rows:
+The cost follows the rows that queries see, not the width of tables.  Key rows
+come in *blocks* of some pages, and queries that share a block's products are a
+*tile*:
 
-    decode   8 sequences, one query each, sorted so that a group's contexts are
-             about as long as each other
-    chunks   a tile of 128 or 256 queries of one sequence, of 32 for the rest
+    decode   one query of a sequence; a step takes the next 8 (sequence, block)
+             pairs of the whole batch, however they fall on sequences
+    chunks   128 or 256 queries of one sequence, 32 for the rest
 
-A group walks its blocks with a running softmax.  A block's pages are gathered
-as `[pages * kv_heads, page_size, head_dim]` at `page * kv_heads + head`, which
-lands them in the order of the products: nothing is transposed.
+Each block's softmax stands alone and is merged into its tile's in the order of
+blocks, so that a sequence's output does not depend on its neighbours.  A
+block's pages are gathered as `[pages * kv_heads, page_size, head_dim]` at
+`page * kv_heads + head`, which lands them in the order of the products: nothing
+is transposed.
 """
 
 import dataclasses
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -110,7 +114,7 @@ def _prepare(
 def _decode(
   call: _Call, token: jax.Array, single: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-  """Sequences with one query, several at a time.
+  """Sequences with one query.
 
   Args:
     call: of the whole batch.
@@ -122,46 +126,42 @@ def _decode(
     axis; of the single sequences, the others hold anything.
   """
   sequences = single.shape[0]
-  first_block, num_blocks = _block_range(
-    call, call.first[token][:, None], call.end[token][:, None]
-  )
-  # Longest first, so that groups are even; those not asked for come last.
-  order = jnp.argsort(jnp.where(single, -num_blocks, 1), stable=True).astype(
-    jnp.int32
-  )
-  size = min(call.tiles.decode_sequences, sequences)
-  groups = -(-sequences // size)
-  order = jnp.pad(order, (0, groups * size - sequences), mode="edge")
-  count = -(-single.sum(dtype=jnp.int32) // size)
+  q, first, end = call.q[token], call.first[token], call.end[token]
+  first_block, num_blocks = _block_range(call, first[:, None], end[:, None])
+  num_blocks = jnp.where(single, num_blocks, 0)
+  ends = jnp.cumsum(num_blocks, dtype=jnp.int32)
+  size = call.tiles.decode_blocks
 
-  def body(
-    at: jax.Array, state: tuple[jax.Array, jax.Array]
-  ) -> tuple[jax.Array, jax.Array]:
-    members = lax.dynamic_slice(order, (at * size,), (size,))
-    rows = token[members]
-    out, lse = _walk(
+  def body(step: jax.Array, state: _Softmax) -> _Softmax:
+    pair = step * size + jnp.arange(size, dtype=jnp.int32)
+    member = (pair[:, None] >= ends[None]).sum(1, dtype=jnp.int32)
+    real = pair < ends[-1]  # The last step has pairs that are not there.
+    member = jnp.minimum(member, sequences - 1)
+    block = (first_block + num_blocks - ends)[member] + pair
+    partial = _block(
       call,
-      members,
-      call.q[rows][:, :, None],
-      call.first[rows][:, None],
-      call.end[rows][:, None],
-      first_block[members],
-      num_blocks[members],
-    )
-    return (
-      lax.dynamic_update_slice(state[0], out[:, :, 0], (at * size, 0, 0, 0)),
-      lax.dynamic_update_slice(state[1], lse[:, :, 0], (at * size, 0, 0)),
+      member,
+      jnp.where(real, block, 0),
+      q[member][:, :, None],
+      first[member][:, None],
+      jnp.where(real, end[member], 0)[:, None],
     )
 
-  state = _empty(call, groups * size)
-  out, lse = lax.fori_loop(
-    0, groups if call.operands.is_decode else count, body, state
+    def merge(at: jax.Array, state: _Softmax) -> _Softmax:
+      row = member[at]
+      merged = _merge([x[row] for x in state], [x[at] for x in partial])
+      return tuple(
+        lax.dynamic_update_index_in_dim(x, new, row, 0)
+        for x, new in zip(state, merged, strict=True)
+      )
+
+    return lax.fori_loop(0, size, merge, state)
+
+  state = lax.fori_loop(
+    0, -(-ends[-1] // size), body, _start(call, sequences, 1)
   )
-  place = jnp.zeros(sequences, jnp.int32)
-  place = place.at[order[:sequences]].set(
-    jnp.arange(sequences, dtype=jnp.int32)
-  )
-  return out[place], lse[place]
+  out, lse = _finish(state)
+  return out[:, :, 0], lse[:, :, 0]
 
 
 def _ragged(call: _Call, starts: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -220,18 +220,15 @@ def _chunks(
     begin = (at - ends[member] + num_tiles[member]) * size
     token = starts[member] + begin
     mine = row < counts[member] - begin
-    take = lambda x: lax.dynamic_slice_in_dim(x, token, size)[None]
-    seen_first = jnp.where(mine, take(first)[0], 2**31 - 1)[None]
-    seen_end = jnp.where(mine, take(end)[0], 0)[None]
+    take = lambda x: lax.dynamic_slice_in_dim(x, token, size)
     out, lse = _walk(
       call,
-      member[None],
-      jnp.moveaxis(take(q), 1, 2),
-      seen_first,
-      seen_end,
-      *_block_range(call, seen_first, seen_end),
+      member,
+      jnp.moveaxis(take(q), 0, 1),
+      jnp.where(mine, take(first), 2**31 - 1),
+      jnp.where(mine, take(end), 0),
     )
-    out, lse = (jnp.moveaxis(x[0], 1, 0) for x in (out, lse))
+    out, lse = jnp.moveaxis(out, 1, 0), jnp.moveaxis(lse, 1, 0)
     return (
       lax.dynamic_update_slice(state[0], out, (token, 0, 0, 0)),
       lax.dynamic_update_slice(state[1], lse, (token, 0, 0)),
@@ -264,109 +261,105 @@ def _block_range(
 
 def _walk(
   call: _Call,
-  members: jax.Array,  # int32 [members], sequences
-  q: jax.Array,  # [members, kv_heads, rows, group, head_dim]
-  first: jax.Array,  # int32 [members, rows]
-  end: jax.Array,  # int32 [members, rows]
-  first_block: jax.Array,  # int32 [members]
-  num_blocks: jax.Array,  # int32 [members]
+  member: jax.Array,  # int32 [], a sequence
+  q: jax.Array,  # [kv_heads, rows, group, head_dim]
+  first: jax.Array,  # int32 [rows]
+  end: jax.Array,  # int32 [rows]
 ) -> tuple[jax.Array, jax.Array]:
-  """A group's queries over its members' blocks, with a running softmax.
+  """A tile's queries over the blocks that they see.
 
   Returns:
-    `(out, lse)`: `[members, kv_heads, rows, group, head_dim]`, and without the
-    last axis.
+    `(out, lse)`: `[kv_heads, rows, group, head_dim]`, and without the last
+    axis.
   """
-  size, kv_heads, rows, group, head_dim = q.shape
-  heads = q.reshape(size, kv_heads, rows * group, head_dim)
-  k_table, v_table = call.k_table[members], call.v_table[members]
-  member = jnp.arange(size, dtype=jnp.int32)
-  last_block = call.k_table.shape[1] - 1
+  members = member[None]
+  q, first, end = q[None], first[None], end[None]
+  first_block, num_blocks = _block_range(call, first, end)
 
   def body(step: jax.Array, state: _Softmax) -> _Softmax:
-    # A member with fewer blocks sees nothing of those that it has not.
-    block = jnp.minimum(first_block + step, last_block)
-    begin = (first_block + step)[:, None] * call.block_rows
-    key_row = begin + _row_order(call)[None, :]
-    seen = (key_row[:, None] >= first[..., None]) & (
-      key_row[:, None] < end[..., None]
-    )  # [members, rows, block_rows]
-    return _block(
-      call, heads, k_table[member, block], v_table[member, block], seen, state
-    )
+    partial = _block(call, members, first_block + step, q, first, end)
+    return _merge(state, partial)
 
-  state = _start(call, size, rows, group)
-  out, top, total = lax.fori_loop(0, num_blocks.max(), body, state)
-  divisor = jnp.where(total == 0, 1, total)
-  lse = jnp.where(total == 0, _NOTHING, top + jnp.log(divisor))
-  out = out / divisor[..., None]
-  shape = (size, kv_heads, rows, group)
-  return out.reshape(*shape, -1), lse.reshape(shape)
+  start = _start(call, 1, q.shape[2])
+  out, lse = _finish(lax.fori_loop(0, num_blocks[0], body, start))
+  return out[0], lse[0]
 
 
-def _row_order(call: _Call) -> jax.Array:
-  """The rows of a block in the order of a gather: first rows of all pages.
-
-  The pages of a block are read side by side: memory then serves as many streams
-  at once, where page after page would wait for the start of each.
-  """
-  block_pages, page_size = call.k_table.shape[2], call.options.page_size
-  row = jnp.arange(page_size, dtype=jnp.int32)[:, None]
-  page = jnp.arange(block_pages, dtype=jnp.int32)[None, :]
-  return (page * page_size + row).reshape(-1)
-
-
-# Sum of weighted values, greatest logit, sum of weights.
+# Sum of weighted values `[..., head_dim]`, greatest logit and sum of weights
+# `[...]`, of members' tiles: `...` is `members, kv_heads, rows, group`.
 _Softmax = tuple[jax.Array, jax.Array, jax.Array]
 
 
-def _start(call: _Call, size: int, rows: int, group: int) -> _Softmax:
+def _start(call: _Call, size: int, rows: int) -> _Softmax:
   """The state before any key: nothing, or the sinks."""
-  shape = (size, call.options.kv_heads, rows * group)
+  _, kv_heads, group, _ = call.q.shape
+  shape = (size, kv_heads, rows, group)
   out = jnp.zeros((*shape, call.options.v_head_dim))
   if call.sinks is None:
     return out, jnp.full(shape, _NOTHING), jnp.zeros(shape)
-  top = jnp.tile(call.sinks[None], (size, 1, rows))
+  top = jnp.broadcast_to(call.sinks[:, None], shape)
   # A sink of -inf is no sink.
   return out, top, jnp.where(top == _NOTHING, 0.0, 1.0)
 
 
+def _merge(
+  state: Sequence[jax.Array], partial: Sequence[jax.Array]
+) -> _Softmax:
+  """The softmax over the keys of both."""
+  new_top = jnp.maximum(state[1], partial[1])
+  safe_top = jnp.where(new_top == _NOTHING, 0, new_top)
+  old, new = jnp.exp(state[1] - safe_top), jnp.exp(partial[1] - safe_top)
+  out = state[0] * old[..., None] + partial[0] * new[..., None]
+  return out, new_top, state[2] * old + partial[2] * new
+
+
+def _finish(state: _Softmax) -> tuple[jax.Array, jax.Array]:
+  """Output and log-sum-exp of all keys."""
+  out, top, total = state
+  divisor = jnp.where(total == 0, 1, total)
+  lse = jnp.where(total == 0, _NOTHING, top + jnp.log(divisor))
+  return out / divisor[..., None], lse
+
+
 def _block(
   call: _Call,
-  q: jax.Array,  # [members, kv_heads, queries, head_dim]
-  k_ids: jax.Array,  # int32 [members, block_pages]
-  v_ids: jax.Array,  # int32 [members, block_pages]
-  seen: jax.Array,  # bool [members, rows, block_rows]
-  state: _Softmax,
+  members: jax.Array,  # int32 [members], sequences
+  blocks: jax.Array,  # int32 [members]
+  q: jax.Array,  # [members, kv_heads, rows, group, head_dim]
+  first: jax.Array,  # int32 [members, rows]
+  end: jax.Array,  # int32 [members, rows]
 ) -> _Softmax:
-  """Folds one block of each member into its running softmax."""
+  """The softmax over one block of each member, alone."""
   operands, options = call.operands, call.options
-  out, top, total = state
-  size, _, queries, _ = q.shape
+  k_ids, v_ids = call.k_table[members, blocks], call.v_table[members, blocks]
+  row = jnp.arange(call.block_rows, dtype=jnp.int32)
+  key_row = (blocks * call.block_rows)[:, None] + row[None]
+  seen = (key_row[:, None] >= first[..., None]) & (
+    key_row[:, None] < end[..., None]
+  )  # [members, rows, block_rows]
+  shape = q.shape[:-1]
+  tile = q.reshape(*shape[:2], -1, q.shape[-1])
   k = _gather(operands.k_pages, k_ids, options.k_geometry)
-  logits = jnp.einsum("mhqd,mhrd->mhqr", q, k, precision="highest")
+  logits = jnp.einsum("mhqd,mhrd->mhqr", tile, k, precision="highest")
   if operands.k_scales is not None:
     logits *= _gather_scales(operands.k_scales, k_ids, options)[:, :, None]
   if options.soft_cap is not None:
     logits = options.soft_cap * jnp.tanh(logits / options.soft_cap)
-  group = queries // seen.shape[1]
-  shown = jnp.broadcast_to(
-    seen[:, None, :, None], (size, 1, seen.shape[1], group, seen.shape[2])
-  ).reshape(size, 1, queries, -1)
+  logits = logits.reshape(*shape, -1)
+  shown = seen[:, None, :, None]
   logits = jnp.where(shown, logits, _NOTHING)
-  new_top = jnp.maximum(top, logits.max(-1))
-  safe_top = jnp.where(new_top == _NOTHING, 0, new_top)
-  decay = jnp.exp(top - safe_top)
-  weights = jnp.exp(logits - safe_top[..., None])
-  total = total * decay + weights.sum(-1)
+  top = logits.max(-1)
+  weights = jnp.exp(logits - jnp.where(top == _NOTHING, 0, top)[..., None])
+  total = weights.sum(-1)
   if operands.v_scales is not None:
-    factors = _gather_scales(operands.v_scales, v_ids, options)[:, :, None]
-    weights = jnp.where(shown, weights * factors, 0)
+    factors = _gather_scales(operands.v_scales, v_ids, options)
+    weights = jnp.where(shown, weights * factors[:, :, None, None], 0)
   # A weight of zero does not silence a NaN: rows that no query sees are zeroed.
   v = _gather(operands.v_pages, v_ids, options.v_geometry)
   v = jnp.where(seen.any(1)[:, None, :, None], v, 0)
-  added = jnp.einsum("mhqr,mhrd->mhqd", weights, v, precision="highest")
-  return out * decay[..., None] + added, new_top, total
+  weights = weights.reshape(*tile.shape[:-1], -1)
+  out = jnp.einsum("mhqr,mhrd->mhqd", weights, v, precision="highest")
+  return out.reshape(*shape, -1), top, total
 
 
 def _gather(
@@ -376,10 +369,9 @@ def _gather(
 ) -> jax.Array:
   """Rows of pages, float32 `[members, kv_heads, block_rows, head_dim]`."""
   kv_heads, page_size = geometry.kv_heads, geometry.page_size
-  head = jnp.arange(kv_heads, dtype=jnp.int32)[None, :, None, None]
-  row = jnp.arange(page_size, dtype=jnp.int32)[None, None, :, None]
-  at = (ids[:, None, None, :] * kv_heads + head) * page_size + row
-  flat = pages.reshape(-1, geometry.stored_dim)
+  head = jnp.arange(kv_heads, dtype=jnp.int32)[None, :, None]
+  at = ids[:, None, :] * kv_heads + head
+  flat = pages.reshape(-1, page_size, geometry.stored_dim)
   found = bits.load(flat.at[at].get(mode="promise_in_bounds"))
   found = found.reshape(len(ids), kv_heads, -1, geometry.stored_dim)
   return found[..., : geometry.head_dim].astype(jnp.float32)
@@ -396,4 +388,4 @@ def _gather_scales(
   found = scales[:, 0].at[ids].get(mode="promise_in_bounds")
   found = found[..., : kv_heads * page_size]
   found = found.reshape(size, pages, kv_heads, page_size)
-  return found.transpose(0, 2, 3, 1).reshape(size, kv_heads, -1)
+  return found.swapaxes(1, 2).reshape(size, kv_heads, -1)

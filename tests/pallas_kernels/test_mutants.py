@@ -84,16 +84,18 @@ MUTANTS = [
   ),
   _attention(
     "one page skipped",
-    "    return _block(\n",
-    "    seen &= (key_row // call.options.page_size != 1)[:, None]\n"
-    "    return _block(\n",
+    "  shape = q.shape[:-1]\n",
+    "  seen &= (key_row // call.options.page_size != 1)[:, None]\n"
+    "  shape = q.shape[:-1]\n",
     _decode,
   ),
   _attention(
     "one block skipped",
-    "lax.fori_loop(0, num_blocks.max(), body, state)",
-    "lax.fori_loop(1, num_blocks.max(), body, state)",
-    _decode,
+    "lax.fori_loop(0, num_blocks[0], body, start)",
+    "lax.fori_loop(1, num_blocks[0], body, start)",
+    lambda tests: tests.test_ragged_prefill_and_decode_together(
+      9, 3, 64, "float32"
+    ),
   ),
   _attention(
     "sinks counted twice",
@@ -102,9 +104,21 @@ MUTANTS = [
     lambda tests: tests.test_sinks_count_once_whether_split_or_not(24),
   ),
   _attention(
-    "answers in another order than the batch",
-    "return out[place], lse[place]",
-    "return out[:sequences], lse[:sequences]",
+    "a block merged into the next sequence",
+    "(pair[:, None] >= ends[None])",
+    "(pair[:, None] >= ends[None] - 1)",
+    _decode,
+  ),
+  _attention(
+    "the last step's missing pairs seen",
+    "jnp.where(real, end[member], 0)",
+    "end[member]",
+    _decode,
+  ),
+  _attention(
+    "a merge that forgets to rescale",
+    "out = state[0] * old[..., None]",
+    "out = state[0]",
     _decode,
   ),
   _attention(

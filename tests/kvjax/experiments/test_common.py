@@ -9,15 +9,19 @@ import pytest
 from kvjax.experiments import common
 
 
-def test_every_round_times_every_function_and_rotates_the_order():
+def test_every_round_times_every_function_in_an_order_of_its_own():
   calls = []
   timings = common.interleave(
     {name: (lambda name=name: calls.append(name)) for name in "abc"},
-    rounds=3,
+    rounds=30,
     warm_ups=1,
   )
-  assert calls == list("abc" + "abc" + "bca" + "cab")
-  assert all(len(timing.seconds) == 3 for timing in timings.values())
+  assert calls[:3] == list("abc")
+  rounds = ["".join(calls[at : at + 3]) for at in range(3, len(calls), 3)]
+  assert {"".join(sorted(each)) for each in rounds} == {"abc"}
+  pairs = {each[at : at + 2] for each in rounds for at in (0, 1)}
+  assert pairs == {"ab", "ac", "ba", "bc", "ca", "cb"}
+  assert all(len(timing.seconds) == 30 for timing in timings.values())
 
 
 def test_a_ratio_is_the_median_of_the_paired_ratios():
