@@ -1,5 +1,6 @@
 """The XLA implementation passes what every implementation passes."""
 
+import dataclasses
 import functools
 from unittest import mock
 
@@ -13,6 +14,7 @@ from pallas_kernels.paged_attention import tiles
 from tests.pallas_kernels import batches
 from tests.pallas_kernels import conformance
 from tests.pallas_kernels import harness
+from tests.pallas_kernels import oracle
 
 
 def _tiling(*sizes):
@@ -34,6 +36,32 @@ FOLDED = conformance.Implementation("xla", platform="tpu")
 
 class TestAttention(conformance.AttentionConformance):
   implementation = XLA
+
+
+class TestBlocks:
+  """How the blocks of a batch are dealt out."""
+
+  @pytest.mark.parametrize("together", [1, 3, 8])
+  def test_a_sequence_keeps_its_bits_wherever_its_blocks_fall(self, together):
+    # Blocks of 16 rows: a neighbour of 0 to 13 blocks moves those behind it.
+    last = batches.make([61])
+    found = []
+    with _tiling(16, together, 128, 32):
+      for rows in (40, 0, 200, 17):
+        first = batches.make([rows], seed=1)
+        both = dataclasses.replace(
+          first,
+          q=np.concatenate([first.q, last.q]),
+          keys=first.keys + last.keys,
+          values=first.values + last.values,
+          counts=first.counts + last.counts,
+        )
+        arrays = batches.paged(both, "cpu", width=26)
+        out, lse = XLA.attend(arrays, fresh=True)
+        assert oracle.relative_error(out, lse, oracle.attention(both)) <= 1e-5
+        found.append((out[1:], lse[1:]))
+    for other in found[1:]:
+      harness.assert_same_bits(other, found[0])
 
 
 class TestMasks(conformance.MaskConformance):
