@@ -22,6 +22,7 @@ class AttentionShape:
     kv_dtype: of the pages; int8 and float8_e4m3fn come with scales.
     window: positions a query sees, or None.
     soft_cap: bound of the logits, or None.
+    spare_pages: pages of the pool that the batch does not use.
   """
 
   name: str
@@ -36,6 +37,7 @@ class AttentionShape:
   kv_dtype: str = "bfloat16"
   window: int | None = None
   soft_cap: float | None = None
+  spare_pages: int = 0
 
   @property
   def is_decode(self) -> bool:
@@ -49,8 +51,8 @@ class AttentionShape:
 
   @property
   def num_pages(self) -> int:
-    """Pages of a pool that holds the batch and the null page."""
-    return self.sequences * self.width + 1
+    """Pages of a pool that holds the batch, the null page and the spare."""
+    return self.sequences * self.width + 1 + self.spare_pages
 
 
 HEAD_DIMS = (64, 128, 256)
@@ -64,8 +66,24 @@ DTYPES = (
 )
 
 
+# More than any chip's VMEM: XLA moves a smaller pool there, and what is compiled
+# is a kernel that copies no page from HBM.
+_POOL_BYTES = 256 << 20
+
+
+def in_a_real_pool(shape: AttentionShape) -> AttentionShape:
+  """The same call over a pool that does not fit on a chip."""
+  row_bytes = shape.kv_heads * shape.head_dim
+  spare_pages = _POOL_BYTES // (row_bytes * shape.page_size)
+  return dataclasses.replace(shape, spare_pages=spare_pages)
+
+
 def compile_shapes() -> Iterator[AttentionShape]:
   """The shapes that every kernel is compiled for, decode and ragged."""
+  yield from map(in_a_real_pool, _compile_shapes())
+
+
+def _compile_shapes() -> Iterator[AttentionShape]:
   for head_dim in HEAD_DIMS:
     for group in GROUPS:
       for page_size in PAGE_SIZES:

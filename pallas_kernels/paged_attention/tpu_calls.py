@@ -19,6 +19,7 @@ from pallas_kernels.paged_attention import visibility
 
 Ref = Any
 SMEM_LANE = 128
+_TILE_ROWS = 8
 # Ids are checked on the host (`checks.check_tables`).  Checking them again at
 # every copy costs a third of decode's instructions.
 COMPILER_PARAMS = pltpu.CompilerParams(
@@ -56,8 +57,8 @@ class StreamScratch:
 
   buffers: tuple[
     Any, ...
-  ]  # VMEM [2, kv_heads, rows, lane]; scales [2, n, 1, m]
-  table_rows: tuple[Any, ...]  # SMEM int32 [2, 1, width]
+  ]  # VMEM [2, pages, kv_heads, *page rows, lane]; scales [2, pages, 1, n]
+  table_rows: tuple[Any, ...]  # SMEM int32 [2 * width]
   semaphores: Any  # DMA [buffers, 2]
   table_semaphores: Any  # DMA [tables]
   state: Any  # SMEM int32 [2]
@@ -122,14 +123,12 @@ def stream(
   geometry: page_shape.PageGeometry,
 ) -> tpu_stream.Stream:
   """The stream of a kernel's blocks, from its references."""
-  page_rows = geometry.page_size // geometry.fold
   # K (and its scales) come from the first table, V's from the last.
   sources = tuple(
     tpu_stream.Source(
       pages=pages,
       buffer=buffer,
       table=(i % 2) * (len(arrays.tables) - 1),
-      page_rows=page_rows if i < 2 else None,
     )
     for i, (pages, buffer) in enumerate(
       zip(arrays.pages, scratch.buffers, strict=True)
@@ -158,11 +157,31 @@ def table_width(width: int, pages_per_block: int) -> int:
   return page_shape.round_up(width, SMEM_LANE)
 
 
+def _rows(geometry: page_shape.PageGeometry) -> tuple[int, ...]:
+  """The axes of a page's lane rows.
+
+  HBM has tiles of eight rows, VMEM of up to 32.  Where a row has several lane
+  tiles the two lie in another order, unless eight rows are an axis of both.
+  """
+  rows = geometry.page_size // geometry.fold
+  if geometry.lane == page_shape.TPU_LANE:
+    return (rows,)
+  return (rows // _TILE_ROWS, _TILE_ROWS)
+
+
 def stream_arrays(
-  operands: operands_lib.Operands, pages_per_block: int
+  operands: operands_lib.Operands,
+  options: operands_lib.Options,
+  pages_per_block: int,
 ) -> tuple[StreamArrays, StreamArrays]:
   """The arrays that stay in HBM, and their block specs."""
-  pages = [operands.k_pages, operands.v_pages]
+  pages = [
+    pages.reshape(*pages.shape[:2], *_rows(geometry), geometry.lane)
+    for pages, geometry in (
+      (operands.k_pages, options.k_geometry),
+      (operands.v_pages, options.v_geometry),
+    )
+  ]
   if operands.k_scales is not None and operands.v_scales is not None:
     pages += [operands.k_scales, operands.v_scales]
   tables = [operands.page_table]
@@ -192,8 +211,9 @@ def stream_scratch(
     pltpu.VMEM(
       (
         2,
+        pages_per_block,
         kv_heads,
-        pages_per_block * geometry.page_size // geometry.fold,
+        *_rows(geometry),
         geometry.lane,
       ),
       operands.k_pages.dtype,
@@ -207,7 +227,7 @@ def stream_scratch(
   width = table_width(operands.page_table.shape[1], pages_per_block)
   return StreamScratch(
     buffers=tuple(buffers),
-    table_rows=(pltpu.SMEM((2, 1, width), jnp.int32),) * num_tables,
+    table_rows=(pltpu.SMEM((2 * width,), jnp.int32),) * num_tables,
     semaphores=pltpu.SemaphoreType.DMA((len(buffers), 2)),
     table_semaphores=pltpu.SemaphoreType.DMA((num_tables,)),
     state=pltpu.SMEM((2,), jnp.int32),

@@ -89,15 +89,14 @@ def _kernel(
       )
     scores = tpu_block.logits(
       q,
-      tpu_block.widen(scratch.k[half], q.dtype),
+      tpu_block.widen(tpu_block.heads_of(scratch.k, half), q.dtype),
       scale=static.scale,
       k_factors=k_factors,
       soft_cap=static.soft_cap,
     )
     scores = jnp.where(seen, scores, tpu_block.NEG_INF)
-    return tpu_block.update(
-      state, scores, tpu_block.widen(scratch.v[half], q.dtype), v_factors
-    )
+    v = tpu_block.widen(tpu_block.heads_of(scratch.v, half), q.dtype)
+    return tpu_block.update(state, scores, v, v_factors)
 
   state = stream.walk(
     sequence,
@@ -137,7 +136,9 @@ def decode(
   def block(*shape: int) -> pl.BlockSpec:
     return pl.BlockSpec((1, *shape), lambda s, *_: (s, 0, 0, 0))
 
-  arrays, array_specs = tpu_calls.stream_arrays(operands, tiles.pages_per_block)
+  arrays, array_specs = tpu_calls.stream_arrays(
+    operands, options, tiles.pages_per_block
+  )
   out, lse = pl.pallas_call(
     functools.partial(_kernel, static=static),
     out_shape=(

@@ -182,13 +182,13 @@ def _compute_block(
     q = q_ref[0, head]
     scores = tpu_block.logits(
       q,
-      tpu_block.widen(stream.k[half, head], q.dtype),
+      tpu_block.widen(tpu_block.head_of(stream.k, half, head), q.dtype),
       scale=static.scale,
       k_factors=factors_of(0, head),
       soft_cap=static.soft_cap,
     )
     scores = jnp.where(seen, scores, tpu_block.NEG_INF)
-    v = tpu_block.widen(stream.v[half, head], q.dtype)
+    v = tpu_block.widen(tpu_block.head_of(stream.v, half, head), q.dtype)
     after = tpu_block.update(
       _load(scratch.state, head), scores, v, factors_of(1, head)
     )
@@ -267,7 +267,7 @@ def _call(
   num_tiles, kv_heads, folded_rows, _ = q.shape
   rows = folded_rows // static.k_geometry.fold
   arrays, array_specs = tpu_calls.stream_arrays(
-    operands, static.pages_per_block
+    operands, options, static.pages_per_block
   )
   scalars, structure = jax.tree.flatten(items)
 

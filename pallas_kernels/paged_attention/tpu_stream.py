@@ -24,6 +24,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels import page_shape
+
 # What a kernel carries from block to block: any pytree of values.
 Carry = Any
 Ref = Any
@@ -35,22 +37,19 @@ class Source:
 
   Attributes:
     pages: HBM `[pages, ...]`.
-    buffer: VMEM `[2, ...]`, a block of pages in each half.
+    buffer: VMEM `[2, pages_per_block, ...]`, a block of pages in each half.  A
+      page lies there as it does in HBM: its copy has no strides, which would
+      cost up to nine instructions to describe.
     table: which of the stream's tables lists them.
-    page_rows: lane rows of one page on the buffer's second-last axis, or None
-      where the buffer has an axis of pages instead (`[2, pages_per_block, ...]`).
   """
 
   pages: Ref
   buffer: Ref
   table: int
-  page_rows: int | None
 
   def destination(self, half: jax.Array | int, page: jax.Array | int) -> Ref:
     """Where the block's `page`-th page goes."""
-    if self.page_rows is None:
-      return self.buffer.at[half, page]
-    return self.buffer.at[half, :, pl.ds(page * self.page_rows, self.page_rows)]
+    return self.buffer.at[half, page]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +59,8 @@ class Stream:
   Attributes:
     sources: K, V and their scales.
     tables: HBM int32 `[sequences, 1, width]`, one for both or one each.
-    table_rows: SMEM int32 `[2, 1, width]`, for each table.
+    table_rows: SMEM int32 `[2 * width]`, for each table: an element of a flat
+      array is found by one addition, where tiles take six instructions.
     semaphores: DMA `[sources, 2]`.
     table_semaphores: DMA `[tables]`.
     state: SMEM int32 `[2]`: the half of the buffers that holds the coming
@@ -169,6 +169,14 @@ class Stream:
 
     return carry
 
+  @property
+  def _width(self) -> int:
+    return self.tables[0].shape[-1]
+
+  def _table_start(self, half: jax.Array | int) -> jax.Array:
+    start = jnp.asarray(half, jnp.int32) * self._width
+    return pl.multiple_of(start, page_shape.TPU_LANE)
+
   def _first_block(self, item: jax.Array) -> jax.Array:
     return lax.div(self.first_row[item], self.block_rows)
 
@@ -180,7 +188,9 @@ class Stream:
       zip(self.tables, self.table_rows, strict=True)
     ):
       copy = pltpu.make_async_copy(
-        table.at[sequence], rows.at[half], self.table_semaphores.at[i]
+        table.at[sequence, 0],
+        rows.at[pl.ds(self._table_start(half), self._width)],
+        self.table_semaphores.at[i],
       )
       if start:
         copy.start()
@@ -200,8 +210,8 @@ class Stream:
     table_half: jax.Array | int,
     half: jax.Array | int,
   ) -> None:
-    at = block * self.pages_per_block + page
-    ids = [rows[table_half, 0, at] for rows in self.table_rows]
+    at = self._table_start(table_half) + block * self.pages_per_block + page
+    ids = [rows[at] for rows in self.table_rows]
     for i, source in enumerate(self.sources):
       pltpu.make_async_copy(
         source.pages.at[ids[source.table]],
