@@ -6,5 +6,5 @@ It knows arrays and page indices; no request, prefix or policy.
     merge_states.merge_states         attention over disjoint sets of keys
     kv_update.write_kv, copy_rows     rows written and copied in place
     page_shape.page_shape             how rows lie in a page's array
-    checks.check_tables               the values that kernels trust, checked
+    checks.check_tables, check_slots  the values that kernels trust, checked
 """

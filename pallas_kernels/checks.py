@@ -1,12 +1,59 @@
 """Checks of arguments: shapes at trace time, values on the host."""
 
+import math
+import numbers
+from collections.abc import Mapping
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import errors
+
+
+def require_arrays(
+  required: Mapping[str, Any], optional: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+  """The arguments of a call as JAX arrays; lists are refused, as JAX does.
+
+  Args:
+    required: NumPy or JAX arrays by the arguments' names.
+    optional: the same, or None.
+
+  Returns:
+    Both, with None where None was given.
+
+  Raises:
+    KernelArgumentError: with the name and type of what is no array.
+  """
+  arrays = {**required, **(optional or {})}
+  for name, x in arrays.items():
+    absent = x is None and name not in required
+    if not absent and not (hasattr(x, "shape") and hasattr(x, "dtype")):
+      raise errors.KernelArgumentError(
+        f"{name} is of type {type(x).__name__}, expected an array"
+      )
+  return {
+    name: None if x is None else jnp.asarray(x) for name, x in arrays.items()
+  }
+
+
+def require_finite(name: str, value: Any) -> float:
+  """The number as a float that float32 holds.
+
+  Raises:
+    KernelArgumentError: it is not a number, NaN, or beyond float32.
+  """
+  largest = float(np.finfo(np.float32).max)
+  is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+  found = float(value) if is_number else math.nan
+  if not abs(found) <= largest:
+    raise errors.KernelArgumentError(
+      f"{name}={value!r}, expected a number within float32, +-{largest:.1e}"
+    )
+  return found
 
 
 def require_shape(
@@ -21,16 +68,17 @@ def require_shape(
     name: the argument's name.
     array: the argument.
     axes: what its axes are, as in "[tokens, q_heads]".
-    expected: the size of each axis, None where any will do.
+    expected: the size of each axis, None where any from 1 on will do.
 
   Raises:
     KernelArgumentError: with the name, the shape and what was expected.
   """
-  fits = array.ndim == len(expected) and all(
-    want in (None, got) for got, want in zip(array.shape, expected, strict=True)
+  fits = len(array.shape) == len(expected) and all(
+    got > 0 if want is None else got == want
+    for got, want in zip(array.shape, expected, strict=True)
   )
   if not fits:
-    sizes = ", ".join("any" if n is None else str(n) for n in expected)
+    sizes = ", ".join("1 or more" if n is None else str(n) for n in expected)
     raise errors.KernelArgumentError(
       f"{name} has shape {tuple(array.shape)}, expected {axes} = [{sizes}]"
     )
@@ -73,8 +121,10 @@ def check_tables(
   Raises:
     KernelArgumentError: naming the first value that is out of bounds.
   """
-  table = np.asarray(page_table)
-  lens = np.asarray(context_lens)
+  _require_positive("page_size", page_size)
+  _require_positive("num_pages", num_pages)
+  table = _host_integers("page_table", page_table)
+  lens = _host_integers("context_lens", context_lens)
   if table.ndim != 2 or lens.shape != table.shape[:1]:
     raise errors.KernelArgumentError(
       f"page_table {table.shape} and context_lens {lens.shape}, expected"
@@ -92,7 +142,46 @@ def check_tables(
       f" {num_pages - 1}, the pages of the pool"
     )
   if query_starts is not None:
-    _check_query_starts(np.asarray(query_starts), lens, num_tokens)
+    starts = _host_integers("query_starts", query_starts)
+    _check_query_starts(starts, lens, num_tokens)
+
+
+def check_slots(slots: np.ndarray, *, page_size: int, num_pages: int) -> None:
+  """Checks on the host where `write_kv` would write.
+
+  Args:
+    slots: `[tokens]`, `page * page_size + row`, padding included.
+    page_size: token rows of a page.
+    num_pages: pages of the arrays that are written.
+
+  Raises:
+    KernelArgumentError: naming the first slot that is out of bounds.
+  """
+  _require_positive("page_size", page_size)
+  _require_positive("num_pages", num_pages)
+  found = _host_integers("slots", slots)
+  end = page_size * num_pages
+  for at in np.argwhere((found < 0) | (found >= end))[:1]:
+    raise errors.KernelArgumentError(
+      f"slots{at.tolist()}={found[tuple(at)]}, expected 0 to {end - 1}, the"
+      f" rows of {num_pages} pages"
+    )
+
+
+def _require_positive(name: str, value: int) -> None:
+  if not isinstance(value, numbers.Integral) or value < 1:
+    raise errors.KernelArgumentError(
+      f"{name}={value!r}, expected an integer from 1 on"
+    )
+
+
+def _host_integers(name: str, values: np.ndarray) -> np.ndarray:
+  array = np.asarray(values)
+  if array.dtype.kind not in "iu":
+    raise errors.KernelArgumentError(
+      f"{name} has dtype {array.dtype}, expected integers"
+    )
+  return array
 
 
 def _check_query_starts(

@@ -11,6 +11,7 @@ bytes, except where a narrow head is padded to a full lane row.
 """
 
 import dataclasses
+import numbers
 
 import jax
 
@@ -130,10 +131,14 @@ def geometry_of(
   Raises:
     KernelArgumentError: no layout has that shape at that head_dim.
   """
-  if pages.ndim != 4:
+  if len(pages.shape) != 4 or 0 in pages.shape:
     raise errors.KernelArgumentError(
       f"{name} has shape {pages.shape}, expected"
-      " [num_pages, kv_heads, page_size, head_dim]"
+      " [num_pages, kv_heads, page_size, head_dim], each 1 or more"
+    )
+  if not isinstance(head_dim, numbers.Integral):
+    raise errors.KernelArgumentError(
+      f"{name} of {head_dim=}, expected an integer"
     )
   _, kv_heads, rows, lane = pages.shape
   if lane == head_dim:

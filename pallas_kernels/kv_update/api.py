@@ -4,15 +4,15 @@ import dataclasses
 from collections.abc import Sequence
 
 import jax
-import jax.numpy as jnp
 
 from pallas_kernels import bits
 from pallas_kernels import checks
 from pallas_kernels import dispatch
 from pallas_kernels import errors
+from pallas_kernels import gradients
 from pallas_kernels import page_shape
+from pallas_kernels import pools
 from pallas_kernels.kv_update import operands as operands_lib
-from pallas_kernels.kv_update import quantize
 
 WRITE = dispatch.Op(
   "pallas_kernels.kv_update", "write_kv", "why_write_unsupported"
@@ -57,26 +57,23 @@ def write_kv(
   Raises:
     KernelArgumentError: shapes or dtypes that do not fit.
     KernelUnsupported: the named implementation cannot run it, and why.
+    InferenceOnly: under differentiation.
 
   Ownership: donate the pages where the call is jitted; the arrays given are
     dead after it, the returned ones are their successors.
   """
-  operands = operands_lib.WriteOperands(
-    k=k,
-    v=v,
-    k_pages=k_pages,
-    v_pages=v_pages,
-    slots=slots,
-    k_scales=k_scales,
-    v_scales=v_scales,
+  arrays = checks.require_arrays(
+    {"k": k, "v": v, "k_pages": k_pages, "v_pages": v_pages, "slots": slots},
+    {"k_scales": k_scales, "v_scales": v_scales},
   )
-  operands = jax.tree.map(jnp.asarray, operands)
+  for name in ("k", "v", "k_pages", "v_pages"):
+    arrays[name] = gradients.inference_only("write_kv", arrays[name])
+  operands = operands_lib.WriteOperands(**arrays)
   options = resolve_write(operands)
-  if k_scales is None:
+  if operands.k_scales is None:
+    element = bits.element_dtype(operands.k_pages.dtype)
     operands = dataclasses.replace(
-      operands,
-      k=operands.k.astype(bits.element_dtype(k_pages.dtype)),
-      v=operands.v.astype(bits.element_dtype(v_pages.dtype)),
+      operands, k=operands.k.astype(element), v=operands.v.astype(element)
     )
   module = WRITE.select(implementation, operands, options)
   return module.write_kv(operands, options)
@@ -100,6 +97,8 @@ def resolve_write(
   )
   checks.require_shape("slots", operands.slots, "[tokens]", k.shape[:1])
   checks.require_int32("slots", operands.slots)
+  pools.require_dtypes(operands)
+  pools.require_equal_counts(operands)
   options = operands_lib.WriteOptions(
     k_geometry=page_shape.geometry_of("k_pages", operands.k_pages, k.shape[-1]),
     v_geometry=page_shape.geometry_of("v_pages", operands.v_pages, v.shape[-1]),
@@ -112,26 +111,12 @@ def resolve_write(
         f"{side}_pages has shape {pages.shape}, expected the {k.shape[1]} KV"
         f" heads of k {k.shape}"
       )
-    scales = getattr(operands, f"{side}_scales")
-    quantized = bits.element_dtype(pages.dtype) in quantize.LARGEST
-    if (scales is not None) != quantized:
-      raise errors.KernelArgumentError(
-        f"{side}_scales is {'missing' if quantized else 'given'}, expected"
-        f" scales exactly where pages are int8 or fp8; they are {pages.dtype}"
-      )
-    if scales is not None:
-      shape = page_shape.scales_shape(geometry.kv_heads, geometry.page_size)
-      checks.require_shape(
-        f"{side}_scales",
-        scales,
-        "[pages, 1, scale lanes]",
-        (pages.shape[0], *shape),
-      )
   if options.k_geometry.page_size != options.v_geometry.page_size:
     raise errors.KernelArgumentError(
       f"k_pages has shape {operands.k_pages.shape} and v_pages"
       f" {operands.v_pages.shape}, expected equal page sizes"
     )
+  pools.require_scales(operands, options.k_geometry)
   return options
 
 
@@ -164,20 +149,26 @@ def copy_rows(
   Raises:
     KernelArgumentError: shapes or dtypes that do not fit.
     KernelUnsupported: the named implementation cannot run it, and why.
+    InferenceOnly: under differentiation.
 
   Ownership: donate the pages where the call is jitted.
   """
-  operands = operands_lib.CopyOperands(
-    pages=pages,
-    source_pages=source_pages,
-    destination_pages=destination_pages,
-    row_counts=row_counts,
+  arrays = checks.require_arrays(
+    {
+      "pages": pages,
+      "source_pages": source_pages,
+      "destination_pages": destination_pages,
+      "row_counts": row_counts,
+    }
   )
-  operands = jax.tree.map(jnp.asarray, operands)
+  arrays["pages"] = gradients.inference_only("copy_rows", arrays["pages"])
+  operands = operands_lib.CopyOperands(**arrays)
   _check_copies(source_pages, destination_pages, row_counts)
   options = operands_lib.CopyOptions(
-    geometry=page_shape.geometry_of("pages", pages, head_dim)
+    geometry=page_shape.geometry_of("pages", operands.pages, head_dim)
   )
+  if not source_pages.shape[0]:
+    return operands.pages
   module = COPY.select(implementation, operands, options)
   return module.copy_rows(operands, options)
 

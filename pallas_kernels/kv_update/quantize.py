@@ -19,12 +19,14 @@ def quantize_rows(
 
   Returns:
     `(quantized, scales)`: `[..., head_dim]` of dtype, float32 `[...]`.  A row
-    of zeros has scale 1, so that no zero is ever divided by.
+    of zeros has scale 1, and no scale is so small that a device flushes it to
+    zero: nothing is ever divided by zero.
   """
   largest = LARGEST[jnp.dtype(dtype)]
   rows = rows.astype(jnp.float32)
   peak = jnp.abs(rows).max(-1)
-  scales = jnp.where(peak == 0, 1.0, peak / largest)
+  scales = jnp.maximum(peak / largest, jnp.finfo(jnp.float32).tiny)
+  scales = jnp.where(peak == 0, 1.0, scales)
   scaled = rows / scales[..., None]
   if jnp.issubdtype(dtype, jnp.integer):
     scaled = jnp.round(scaled)

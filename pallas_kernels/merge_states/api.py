@@ -35,23 +35,19 @@ def merge_states(
     KernelUnsupported: the named implementation cannot run it, and why.
     InferenceOnly: under differentiation.
   """
+  arrays = checks.require_arrays({"outs": outs, "lses": lses})
+  outs, lses = (
+    gradients.inference_only("merge_states", x) for x in arrays.values()
+  )
   checks.require_shape(
     "outs", outs, "[parts, tokens, heads, head_dim]", [None] * 4
   )
   checks.require_shape("lses", lses, "[parts, tokens, heads]", outs.shape[:3])
-  if outs.shape[0] < 1:
-    raise errors.KernelArgumentError(
-      f"outs has shape {outs.shape}, expected at least one part"
-    )
   if lses.dtype != jnp.float32:
     raise errors.KernelArgumentError(
       f"lses has dtype {lses.dtype}, expected float32"
     )
-  operands = operands_lib.Operands(
-    outs=gradients.inference_only("merge_states", outs),
-    lses=gradients.inference_only("merge_states", lses),
-  )
-  operands = jax.tree.map(jnp.asarray, operands)
+  operands = operands_lib.Operands(outs=outs, lses=lses)
   options = operands_lib.Options()
   module = OP.select(implementation, operands, options)
   return module.merge_states(operands, options)

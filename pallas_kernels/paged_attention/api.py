@@ -1,24 +1,19 @@
 """The public op: validates a call, resolves it, and selects who runs it."""
 
-import dataclasses
 import math
 import numbers
 
 import jax
-import jax.numpy as jnp
 
-from pallas_kernels import bits
 from pallas_kernels import checks
 from pallas_kernels import dispatch
 from pallas_kernels import errors
 from pallas_kernels import gradients
 from pallas_kernels import page_shape
+from pallas_kernels import pools
 from pallas_kernels.paged_attention import operands as operands_lib
 
 OP = dispatch.Op("pallas_kernels.paged_attention", "paged_attention")
-
-QUANTIZED_DTYPES = (jnp.int8, jnp.float8_e4m3fn)
-FLOAT_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 
 
 def paged_attention(
@@ -92,23 +87,26 @@ def paged_attention(
     KernelUnsupported: the named implementation cannot run it, and why.
     InferenceOnly: under differentiation.
   """
-  operands = operands_lib.Operands(
-    q=gradients.inference_only("paged_attention", q),
-    k_pages=gradients.inference_only("paged_attention", k_pages),
-    v_pages=gradients.inference_only("paged_attention", v_pages),
-    page_table=page_table,
-    v_page_table=v_page_table,
-    context_lens=context_lens,
-    query_starts=query_starts,
-    query_positions=query_positions,
-    key_starts=key_starts,
-    sinks=sinks,
-    k_scales=k_scales,
-    v_scales=v_scales,
-  )
-  operands = dataclasses.replace(
-    jax.tree.map(jnp.asarray, operands), window=_resolve_window(window)
-  )
+  required = {
+    "q": q,
+    "k_pages": k_pages,
+    "v_pages": v_pages,
+    "page_table": page_table,
+    "context_lens": context_lens,
+  }
+  optional = {
+    "v_page_table": v_page_table,
+    "query_starts": query_starts,
+    "query_positions": query_positions,
+    "key_starts": key_starts,
+    "sinks": sinks,
+    "k_scales": k_scales,
+    "v_scales": v_scales,
+  }
+  arrays = checks.require_arrays(required, optional)
+  for name in ("q", "k_pages", "v_pages"):
+    arrays[name] = gradients.inference_only("paged_attention", arrays[name])
+  operands = operands_lib.Operands(**arrays, window=_resolve_window(window))
   options = resolve(
     operands,
     scale=scale,
@@ -145,29 +143,42 @@ def resolve(
   _, q_heads, head_dim = q.shape
   k = page_shape.geometry_of("k_pages", operands.k_pages, head_dim)
   v = page_shape.geometry_of(
-    "v_pages", operands.v_pages, v_head_dim or head_dim
+    "v_pages",
+    operands.v_pages,
+    head_dim if v_head_dim is None else v_head_dim,
   )
   if (k.kv_heads, k.page_size) != (v.kv_heads, v.page_size):
     raise errors.KernelArgumentError(
       f"k_pages has shape {operands.k_pages.shape} and v_pages"
       f" {operands.v_pages.shape}, expected equal kv_heads and page_size"
     )
+  if operands.v_page_table is None:
+    pools.require_equal_counts(operands)
   if q_heads % k.kv_heads:
     raise errors.KernelArgumentError(
       f"q has shape {q.shape}, expected its {q_heads} heads to be a multiple"
       f" of the pages' {k.kv_heads} KV heads"
     )
   _check_indices(operands)
-  _check_dtypes(operands)
-  _check_scales(operands, k)
-  if soft_cap is not None and not soft_cap > 0:
-    raise errors.KernelArgumentError(f"{soft_cap=}, expected above 0 or None")
+  if q.dtype not in pools.FLOAT_DTYPES:
+    raise errors.KernelArgumentError(
+      f"q has dtype {q.dtype}, expected one of"
+      f" {pools.dtype_names(pools.FLOAT_DTYPES)}"
+    )
+  pools.require_dtypes(operands)
+  pools.require_scales(operands, k)
+  if scale is not None:
+    scale = checks.require_finite("scale", scale)
+  if soft_cap is not None:
+    soft_cap = checks.require_finite("soft_cap", soft_cap)
+    if not soft_cap > 0:
+      raise errors.KernelArgumentError(f"{soft_cap=}, expected above 0 or None")
   return operands_lib.Options(
     k_geometry=k,
     v_geometry=v,
-    scale=1 / math.sqrt(head_dim) if scale is None else float(scale),
+    scale=1 / math.sqrt(head_dim) if scale is None else scale,
     causal=causal,
-    soft_cap=None if soft_cap is None else float(soft_cap),
+    soft_cap=soft_cap,
   )
 
 
@@ -182,7 +193,12 @@ def _resolve_window(
         f"{window=}, expected at least 1, the query itself, or None"
       )
     return min(int(window), 2**31 - 1)  # Of NumPy integers too.
+  if not hasattr(window, "shape") or not hasattr(window, "dtype"):
+    raise errors.KernelArgumentError(
+      f"{window=}, expected an integer, an int32 array or None"
+    )
   checks.require_shape("window", window, "[]", [])
+  checks.require_int32("window", window)  # As given: JAX would cut it short.
   return window
 
 
@@ -212,46 +228,3 @@ def _check_indices(operands: operands_lib.Operands) -> None:
     )
   if operands.sinks is not None:
     checks.require_shape("sinks", operands.sinks, "[q_heads]", (q_heads,))
-
-
-def _check_dtypes(operands: operands_lib.Operands) -> None:
-  if operands.q.dtype not in FLOAT_DTYPES:
-    raise errors.KernelArgumentError(
-      f"q has dtype {operands.q.dtype}, expected one of"
-      f" {', '.join(jnp.dtype(d).name for d in FLOAT_DTYPES)}"
-    )
-  if operands.k_pages.dtype != operands.v_pages.dtype:
-    raise errors.KernelArgumentError(
-      f"k_pages has dtype {operands.k_pages.dtype} and v_pages"
-      f" {operands.v_pages.dtype}, expected the same"
-    )
-  element = bits.element_dtype(operands.k_pages.dtype)
-  if element not in FLOAT_DTYPES + QUANTIZED_DTYPES:
-    raise errors.KernelArgumentError(
-      f"k_pages has dtype {operands.k_pages.dtype}, expected one of"
-      f" {', '.join(jnp.dtype(d).name for d in FLOAT_DTYPES + QUANTIZED_DTYPES)}"
-    )
-
-
-def _check_scales(
-  operands: operands_lib.Operands, geometry: page_shape.PageGeometry
-) -> None:
-  quantized = bits.element_dtype(operands.k_pages.dtype) in QUANTIZED_DTYPES
-  shape = page_shape.scales_shape(geometry.kv_heads, geometry.page_size)
-  for name in ("k_scales", "v_scales"):
-    scales = getattr(operands, name)
-    if (scales is not None) != quantized:
-      raise errors.KernelArgumentError(
-        f"{name} is {'missing' if quantized else 'given'}, expected scales"
-        f" exactly where pages are int8 or fp8; they are"
-        f" {operands.k_pages.dtype}"
-      )
-    if scales is not None:
-      pages = getattr(operands, name.replace("scales", "pages")).shape[0]
-      checks.require_shape(
-        name, scales, "[pages, 1, scale lanes]", (pages, *shape)
-      )
-      if scales.dtype != jnp.float32:
-        raise errors.KernelArgumentError(
-          f"{name} has dtype {scales.dtype}, expected float32"
-        )

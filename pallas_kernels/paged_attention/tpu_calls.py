@@ -279,7 +279,9 @@ def _interval(
     end = jnp.minimum(end, position + 1)
   first = jnp.zeros_like(end)
   if operands.window is not None:
-    first = jnp.maximum(first, position - operands.window + 1)
+    # Subtracted only where it cannot wrap: a window may be as large as int32.
+    behind = operands.window - 1
+    first = jnp.where(position < behind, first, position - behind)
   return first, end
 
 

@@ -80,9 +80,10 @@ def row_ranges(
   if operands.key_starts is not None:
     position = position - operands.key_starts[sequence]
   if operands.window is not None:
-    # Neither side of the comparison overflows, whatever the window.
+    # Subtracted only where it cannot wrap: a window may be as large as int32,
+    # and a position, seen from the first key, below zero.
     behind = jnp.asarray(operands.window, jnp.int32) - 1
-    first = jnp.maximum(first, position - behind)
+    first = jnp.where(position < behind, first, position - behind)
   if options.causal:
     end = jnp.minimum(end, position + 1)
   return first, end

@@ -16,7 +16,7 @@ is transposed.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -45,11 +45,15 @@ def paged_attention(
   """`api.paged_attention`."""
   tokens, q_heads, _ = operands.q.shape
   call = _prepare(operands, options)
+  token = jnp.arange(tokens, dtype=jnp.int32)
   if operands.query_starts is None:
-    token = jnp.arange(tokens, dtype=jnp.int32)
-    out, lse = _decode(call, token, jnp.ones(tokens, bool))
+    state = _decode(call, token, jnp.ones(tokens, bool), _start(call, tokens))
+    out, lse = _finish(state)
   else:
-    out, lse = _ragged(call, operands.query_starts)
+    out, lse = _finish(_ragged(call, operands.query_starts))
+    real = (token < operands.query_starts[-1])[:, None, None]
+    out = jnp.where(real[..., None], out[:tokens], 0)
+    lse = jnp.where(real, lse[:tokens], _NOTHING)
   out = out.reshape(tokens, q_heads, -1).astype(operands.q.dtype)
   return out, lse.reshape(tokens, q_heads)
 
@@ -111,21 +115,29 @@ def _prepare(
   )
 
 
+class _Softmax(NamedTuple):
+  """A softmax over some keys.
+
+  Of query rows the shape is `rows, kv_heads, group`, of members' tiles
+  `members, kv_heads, rows, group`.
+  """
+
+  out: jax.Array  # [*shape, head_dim], sum of weighted values
+  top: jax.Array  # [*shape], greatest logit
+  total: jax.Array  # [*shape], sum of weights
+
+
 def _decode(
-  call: _Call, token: jax.Array, single: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-  """Sequences with one query.
+  call: _Call, token: jax.Array, single: jax.Array, state: _Softmax
+) -> _Softmax:
+  """Adds the keys of sequences with one query, some blocks at a time.
 
   Args:
     call: of the whole batch.
     token: int32 `[sequences]`, the query row of each sequence that has one.
     single: bool `[sequences]`, which sequences have exactly one query.
-
-  Returns:
-    `(out, lse)`: `[sequences, kv_heads, group, head_dim]` and without the last
-    axis; of the single sequences, the others hold anything.
+    state: of all query rows.
   """
-  sequences = single.shape[0]
   q, first, end = call.q[token], call.first[token], call.end[token]
   first_block, num_blocks = _block_range(call, first[:, None], end[:, None])
   num_blocks = jnp.where(single, num_blocks, 0)
@@ -136,7 +148,7 @@ def _decode(
     pair = step * size + jnp.arange(size, dtype=jnp.int32)
     member = (pair[:, None] >= ends[None]).sum(1, dtype=jnp.int32)
     real = pair < ends[-1]  # The last step has pairs that are not there.
-    member = jnp.minimum(member, sequences - 1)
+    member = jnp.minimum(member, len(single) - 1)
     block = (first_block + num_blocks - ends)[member] + pair
     partial = _block(
       call,
@@ -146,49 +158,36 @@ def _decode(
       first[member][:, None],
       jnp.where(real, end[member], 0)[:, None],
     )
+    row = token[member]
 
     def merge(at: jax.Array, state: _Softmax) -> _Softmax:
-      row = member[at]
-      merged = _merge([x[row] for x in state], [x[at] for x in partial])
-      return tuple(
-        lax.dynamic_update_index_in_dim(x, new, row, 0)
-        for x, new in zip(state, merged, strict=True)
-      )
+      alone = jax.tree.map(lambda x: x[at, :, 0][None], partial)
+      return _merge_rows(state, row[at], alone)
 
     return lax.fori_loop(0, size, merge, state)
 
-  state = lax.fori_loop(
-    0, -(-ends[-1] // size), body, _start(call, sequences, 1)
-  )
-  out, lse = _finish(state)
-  return out[:, :, 0], lse[:, :, 0]
+  return lax.fori_loop(0, -(-ends[-1] // size), body, state)
 
 
-def _ragged(call: _Call, starts: jax.Array) -> tuple[jax.Array, jax.Array]:
-  """Any number of queries a sequence: tiles of chunks, and single queries."""
+def _ragged(call: _Call, starts: jax.Array) -> _Softmax:
+  """Any number of queries a sequence: tiles of chunks, and single queries.
+
+  Returns:
+    The state of all query rows and of some that are not there.
+  """
   tokens = call.q.shape[0]
   counts = starts[1:] - starts[:-1]
-  wide, short = call.tiles.query_rows, call.tiles.short_query_rows
+  wide = call.tiles.query_rows
+  short = min(call.tiles.short_query_rows, tokens)
   in_tiles = counts // wide * wide
   left = jnp.where(counts > 1, counts - in_tiles, 0)
-  # Short tiles are written whole and spill past their chunk, so they go first:
-  # what they spill over is written after them, or masked below.
-  short = min(short, tokens)
-  state = _empty(call, tokens + short)
-  state = _chunks(call, starts[:-1] + in_tiles, left, short, state)
+  # A tile may reach past the last row.
+  state = _start(call, tokens + max(wide, short))
   if tokens >= wide:
     state = _chunks(call, starts[:-1], in_tiles, wide, state)
-  out, lse = state[0][:tokens], state[1][:tokens]
-  single = counts == 1
-  single_out, single_lse = _decode(
-    call, jnp.minimum(starts[:-1], tokens - 1), single
-  )
-  token = jnp.arange(tokens, dtype=jnp.int32)
-  real = (token < starts[-1])[:, None, None]
-  alone = single[call.sequence][:, None, None]
-  out = jnp.where(alone[..., None], single_out[call.sequence], out)
-  lse = jnp.where(alone, single_lse[call.sequence], lse)
-  return jnp.where(real[..., None], out, 0), jnp.where(real, lse, _NOTHING)
+  state = _chunks(call, starts[:-1] + in_tiles, left, short, state)
+  first_row = jnp.minimum(starts[:-1], tokens - 1)
+  return _decode(call, first_row, counts == 1, state)
 
 
 def _chunks(
@@ -196,16 +195,16 @@ def _chunks(
   starts: jax.Array,
   counts: jax.Array,
   size: int,
-  state: tuple[jax.Array, jax.Array],
-) -> tuple[jax.Array, jax.Array]:
-  """Tiles of chunks, in the order of their rows.
+  state: _Softmax,
+) -> _Softmax:
+  """Adds the keys of chunks, a tile of their queries at a time.
 
   Args:
     call: of the whole batch.
     starts: int32 `[sequences]`, first query row of each sequence's chunk.
     counts: int32 `[sequences]`, query rows of each chunk; 0 leaves it out.
     size: query rows of a tile.
-    state: `(out, lse)` so far, with room for a tile behind the last row.
+    state: of all query rows, and of `size` more.
   """
   num_tiles = -(-counts // size)
   ends = jnp.cumsum(num_tiles, dtype=jnp.int32)
@@ -213,34 +212,23 @@ def _chunks(
   q, first, end = pad(call.q), pad(call.first), pad(call.end)
   row = jnp.arange(size, dtype=jnp.int32)
 
-  def body(
-    at: jax.Array, state: tuple[jax.Array, jax.Array]
-  ) -> tuple[jax.Array, jax.Array]:
+  def body(at: jax.Array, state: _Softmax) -> _Softmax:
     member = (at >= ends).sum(dtype=jnp.int32)
     begin = (at - ends[member] + num_tiles[member]) * size
     token = starts[member] + begin
-    mine = row < counts[member] - begin
+    mine = row < counts[member] - begin  # The others see no key here.
     take = lambda x: lax.dynamic_slice_in_dim(x, token, size)
-    out, lse = _walk(
+    found = _walk(
       call,
       member,
       jnp.moveaxis(take(q), 0, 1),
       jnp.where(mine, take(first), 2**31 - 1),
       jnp.where(mine, take(end), 0),
     )
-    out, lse = jnp.moveaxis(out, 1, 0), jnp.moveaxis(lse, 1, 0)
-    return (
-      lax.dynamic_update_slice(state[0], out, (token, 0, 0, 0)),
-      lax.dynamic_update_slice(state[1], lse, (token, 0, 0)),
-    )
+    found = jax.tree.map(lambda x: jnp.moveaxis(x[0], 1, 0), found)
+    return _merge_rows(state, token, found)
 
   return lax.fori_loop(0, ends[-1], body, state)
-
-
-def _empty(call: _Call, rows: int) -> tuple[jax.Array, jax.Array]:
-  _, kv_heads, group, _ = call.q.shape
-  out = jnp.zeros((rows, kv_heads, group, call.options.v_head_dim))
-  return out, jnp.full((rows, kv_heads, group), _NOTHING)
 
 
 def _block_range(
@@ -265,13 +253,8 @@ def _walk(
   q: jax.Array,  # [kv_heads, rows, group, head_dim]
   first: jax.Array,  # int32 [rows]
   end: jax.Array,  # int32 [rows]
-) -> tuple[jax.Array, jax.Array]:
-  """A tile's queries over the blocks that they see.
-
-  Returns:
-    `(out, lse)`: `[kv_heads, rows, group, head_dim]`, and without the last
-    axis.
-  """
+) -> _Softmax:
+  """A tile's queries over the blocks that they see, one after another."""
   members = member[None]
   q, first, end = q[None], first[None], end[None]
   first_block, num_blocks = _block_range(call, first, end)
@@ -280,45 +263,52 @@ def _walk(
     partial = _block(call, members, first_block + step, q, first, end)
     return _merge(state, partial)
 
-  start = _start(call, 1, q.shape[2])
-  out, lse = _finish(lax.fori_loop(0, num_blocks[0], body, start))
-  return out[0], lse[0]
+  start = _no_keys(call, q.shape[:-1])
+  return lax.fori_loop(0, num_blocks[0], body, start)
 
 
-# Sum of weighted values `[..., head_dim]`, greatest logit and sum of weights
-# `[...]`, of members' tiles: `...` is `members, kv_heads, rows, group`.
-_Softmax = tuple[jax.Array, jax.Array, jax.Array]
-
-
-def _start(call: _Call, size: int, rows: int) -> _Softmax:
-  """The state before any key: nothing, or the sinks."""
-  _, kv_heads, group, _ = call.q.shape
-  shape = (size, kv_heads, rows, group)
-  out = jnp.zeros((*shape, call.options.v_head_dim))
+def _start(call: _Call, rows: int) -> _Softmax:
+  """The state of query rows before any key: nothing, or the sinks."""
+  shape = (rows, *call.q.shape[1:-1])
+  start = _no_keys(call, shape)
   if call.sinks is None:
-    return out, jnp.full(shape, _NOTHING), jnp.zeros(shape)
-  top = jnp.broadcast_to(call.sinks[:, None], shape)
+    return start
+  top = jnp.broadcast_to(call.sinks[None], shape)
   # A sink of -inf is no sink.
-  return out, top, jnp.where(top == _NOTHING, 0.0, 1.0)
+  return start._replace(top=top, total=jnp.where(top == _NOTHING, 0.0, 1.0))
 
 
-def _merge(
-  state: Sequence[jax.Array], partial: Sequence[jax.Array]
-) -> _Softmax:
-  """The softmax over the keys of both."""
-  new_top = jnp.maximum(state[1], partial[1])
-  safe_top = jnp.where(new_top == _NOTHING, 0, new_top)
-  old, new = jnp.exp(state[1] - safe_top), jnp.exp(partial[1] - safe_top)
-  out = state[0] * old[..., None] + partial[0] * new[..., None]
-  return out, new_top, state[2] * old + partial[2] * new
+def _no_keys(call: _Call, shape: tuple[int, ...]) -> _Softmax:
+  out = jnp.zeros((*shape, call.options.v_head_dim))
+  return _Softmax(out, jnp.full(shape, _NOTHING), jnp.zeros(shape))
+
+
+def _merge(state: _Softmax, other: _Softmax) -> _Softmax:
+  """The softmax over the keys of both; no keys change no bit."""
+  top = jnp.maximum(state.top, other.top)
+  safe_top = jnp.where(top == _NOTHING, 0, top)
+  old, new = jnp.exp(state.top - safe_top), jnp.exp(other.top - safe_top)
+  out = state.out * old[..., None] + other.out * new[..., None]
+  return _Softmax(out, top, state.total * old + other.total * new)
+
+
+def _merge_rows(state: _Softmax, row: jax.Array, other: _Softmax) -> _Softmax:
+  """Merges into the query rows from `row` on."""
+  size = len(other.top)
+  mine = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, row, size), state)
+  return jax.tree.map(
+    lambda x, merged: lax.dynamic_update_slice_in_dim(x, merged, row, 0),
+    state,
+    _merge(mine, other),
+  )
 
 
 def _finish(state: _Softmax) -> tuple[jax.Array, jax.Array]:
   """Output and log-sum-exp of all keys."""
-  out, top, total = state
-  divisor = jnp.where(total == 0, 1, total)
-  lse = jnp.where(total == 0, _NOTHING, top + jnp.log(divisor))
-  return out / divisor[..., None], lse
+  empty = state.total == 0
+  divisor = jnp.where(empty, 1, state.total)
+  lse = jnp.where(empty, _NOTHING, state.top + jnp.log(divisor))
+  return state.out / divisor[..., None], lse
 
 
 def _block(
@@ -359,7 +349,7 @@ def _block(
   v = jnp.where(seen.any(1)[:, None, :, None], v, 0)
   weights = weights.reshape(*tile.shape[:-1], -1)
   out = jnp.einsum("mhqr,mhrd->mhqd", weights, v, precision="highest")
-  return out.reshape(*shape, -1), top, total
+  return _Softmax(out.reshape(*shape, -1), top, total)
 
 
 def _gather(

@@ -35,7 +35,7 @@ def _attention(**changes):
   arguments |= changes
   static = {
     name: arguments.pop(name)
-    for name in ("soft_cap", "window", "implementation")
+    for name in ("soft_cap", "scale", "window", "v_head_dim", "implementation")
     if name in arguments
   }
   return jax.eval_shape(
@@ -138,14 +138,86 @@ def _write(**changes):
     ({"k_pages": _struct(9, 3, 16, 64)}, "expected the 2 KV heads of k"),
     ({"v_pages": _struct(9, 2, 8, 64)}, "expected equal page sizes"),
     (
-      {"k_pages": _struct(9, 2, 16, 64, dtype=jnp.int8)},
+      {
+        "k_pages": _struct(9, 2, 16, 64, dtype=jnp.int8),
+        "v_pages": _struct(9, 2, 16, 64, dtype=jnp.int8),
+      },
       "k_scales is missing, expected scales",
     ),
+    (
+      {"k_pages": _struct(9, 2, 16, 64, dtype=jnp.int8)},
+      "k_pages has dtype int8 and v_pages float32, expected the same",
+    ),
+    (
+      {
+        "k_pages": _struct(9, 2, 16, 64, dtype=jnp.int16),
+        "v_pages": _struct(9, 2, 16, 64, dtype=jnp.int16),
+      },
+      "k_pages has dtype int16, expected one of float32",
+    ),
+    (
+      {
+        "k_pages": _struct(9, 2, 16, 64, dtype=jnp.int8),
+        "v_pages": _struct(9, 2, 16, 64, dtype=jnp.int8),
+        "k_scales": _struct(9, 1, 128, dtype=jnp.bfloat16),
+        "v_scales": _struct(9, 1, 128, dtype=jnp.bfloat16),
+      },
+      "k_scales has dtype bfloat16, expected float32",
+    ),
+    ({"v_pages": _struct(8, 2, 16, 64)}, "9 pages and v_pages 8, expected the"),
+    ({"k_pages": _struct(9, 2, 0, 64)}, "each 1 or more"),
   ],
 )
 def test_writes_name_what_does_not_fit(changes, text):
   with pytest.raises(errors.KernelArgumentError, match=text):
     _write(**changes)
+
+
+def test_what_is_no_array_is_named():
+  array = np.zeros((1, 2, 16), np.float32)
+  pages = np.zeros((2, 2, 4, 16), np.float32)
+  ids = np.zeros(1, np.int32)
+  with pytest.raises(errors.KernelArgumentError, match="context_lens is of ty"):
+    paged_attention.paged_attention(array, pages, pages, ids[None], [3])
+  with pytest.raises(errors.KernelArgumentError, match="q is of type NoneType"):
+    paged_attention.paged_attention(None, pages, pages, ids[None], ids)
+  with pytest.raises(errors.KernelArgumentError, match="slots is of type list"):
+    kv_update.write_kv(array, array, pages, pages, [4])
+  with pytest.raises(errors.KernelArgumentError, match="pages is of type list"):
+    kv_update.copy_rows(pages.tolist(), ids, ids, ids, head_dim=16)
+  with pytest.raises(errors.KernelArgumentError, match="lses is of type list"):
+    merge_states.merge_states(array[None], [0.0])
+
+
+@pytest.mark.parametrize(
+  ("changes", "text"),
+  [
+    ({"soft_cap": float("inf")}, "soft_cap=inf, expected a number within"),
+    ({"soft_cap": 1e39}, r"soft_cap=1e\+39, expected a number within float32"),
+    ({"soft_cap": "30"}, "soft_cap='30', expected a number"),
+    ({"scale": float("nan")}, "scale=nan, expected a number within float32"),
+    ({"window": 1.5}, "window=1.5, expected an integer, an int32 array"),
+    ({"window": jnp.float32(2)}, "window has dtype float32, expected int32"),
+    ({"window": np.array(2**40)}, "window has dtype int64, expected int32"),
+    ({"v_head_dim": 0}, "v_pages has shape"),
+    ({"v_head_dim": 64.0}, "v_pages of head_dim=64.0, expected an integer"),
+    ({"v_pages": _struct(8, 2, 16, 64)}, "9 pages and v_pages 8, expected the"),
+    (
+      {"page_table": _ints(3, 0)},
+      r"page_table has shape \(3, 0\), .*1 or more",
+    ),
+    ({"q": _struct(0, 4, 64)}, r"q has shape \(0, 4, 64\), .* 1 or more"),
+  ],
+)
+def test_attention_names_values_that_cannot_be(changes, text):
+  with pytest.raises(errors.KernelArgumentError, match=text):
+    _attention(**changes)
+
+
+def test_copying_nothing_changes_nothing():
+  pages = jnp.ones((2, 2, 4, 16))
+  none = jnp.zeros(0, jnp.int32)
+  assert kv_update.copy_rows(pages, none, none, none, head_dim=16) is pages
 
 
 def test_copies_name_what_does_not_fit():
@@ -166,7 +238,7 @@ def test_copies_name_what_does_not_fit():
   [
     (_struct(2, 3, 4), _struct(2, 3, 4), r"outs has shape \(2, 3, 4\)"),
     (_struct(2, 3, 4, 8), _struct(2, 3), r"lses has shape \(2, 3\), expected"),
-    (_struct(0, 3, 4, 8), _struct(0, 3, 4), "expected at least one part"),
+    (_struct(0, 3, 4, 8), _struct(0, 3, 4), r"\(0, 3, 4, 8\), .* 1 or more"),
     (
       _struct(2, 3, 4, 8),
       _struct(2, 3, 4, dtype=jnp.bfloat16),
@@ -193,6 +265,14 @@ def test_differentiating_says_inference_only():
   outs, lses = jnp.ones((2, 3, 4, 8)), jnp.ones((2, 3, 4))
   with pytest.raises(errors.InferenceOnly, match="merge_states is inference"):
     jax.grad(lambda x: merge_states.merge_states(x, lses)[0].sum())(outs)
+  x, pages = jnp.ones((1, 2, 16)), jnp.ones((2, 2, 4, 16))
+  one = jnp.ones(1, jnp.int32)
+  with pytest.raises(errors.InferenceOnly, match="write_kv is inference only"):
+    jax.grad(lambda x: kv_update.write_kv(x, x, pages, pages, one)[0].sum())(x)
+  with pytest.raises(errors.InferenceOnly, match="copy_rows is inference only"):
+    jax.grad(
+      lambda x: kv_update.copy_rows(x, one, one, one, head_dim=16).sum()
+    )(pages)
 
 
 def test_gradients_around_a_cache_read_are_not_in_the_way():
@@ -272,6 +352,39 @@ def test_values_are_checked_on_the_host(changes, text):
   arrays |= {name: np.asarray(x, np.int32) for name, x in changes.items()}
   with pytest.raises(errors.KernelArgumentError, match=text):
     checks.check_tables(**arrays, **fixed)
+
+
+@pytest.mark.parametrize(
+  ("changes", "text"),
+  [
+    ({"context_lens": np.array([np.nan, 3])}, "context_lens has dtype float64"),
+    ({"page_table": np.ones((2, 2), bool)}, "page_table has dtype bool"),
+    ({"query_starts": np.array([0, 1.5, 2])}, "query_starts has dtype float64"),
+    ({"page_size": 0}, "page_size=0, expected an integer from 1 on"),
+    ({"num_pages": float("nan")}, "num_pages=nan, expected an integer"),
+  ],
+)
+def test_values_that_are_no_integers_are_refused_on_the_host(changes, text):
+  given = {
+    "page_table": np.asarray([[1, 2], [3, 0]]),
+    "context_lens": np.asarray([32, 3]),
+    "page_size": 16,
+    "num_pages": 9,
+  }
+  checks.check_tables(**given)
+  with pytest.raises(errors.KernelArgumentError, match=text):
+    checks.check_tables(**(given | changes))
+
+
+def test_slots_are_checked_on_the_host():
+  sizes = {"page_size": 16, "num_pages": 9}
+  checks.check_slots(np.asarray([0, 143]), **sizes)
+  with pytest.raises(
+    errors.KernelArgumentError, match=r"slots\[1\]=144, expected 0 to 143"
+  ):
+    checks.check_slots(np.asarray([0, 144]), **sizes)
+  with pytest.raises(errors.KernelArgumentError, match=r"slots\[0\]=-1"):
+    checks.check_slots(np.asarray([-1, 144]), **sizes)
 
 
 @pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])

@@ -71,8 +71,8 @@ MUTANTS = [
   ),
   _attention(
     "LSE in base 2",
-    "top + jnp.log(divisor)",
-    "top + jnp.log2(divisor)",
+    "state.top + jnp.log(divisor)",
+    "state.top + jnp.log2(divisor)",
     _decode,
   ),
   _attention(
@@ -117,9 +117,17 @@ MUTANTS = [
   ),
   _attention(
     "a merge that forgets to rescale",
-    "out = state[0] * old[..., None]",
-    "out = state[0]",
+    "out = state.out * old[..., None]",
+    "out = state.out",
     _decode,
+  ),
+  _attention(
+    "a tile that reaches into the next chunk",
+    "mine = row < counts[member] - begin",
+    "mine = row < size",
+    lambda tests: tests.test_ragged_prefill_and_decode_together(
+      9, 3, 64, "float32"
+    ),
   ),
   _attention(
     "V read through K's table",
@@ -134,8 +142,8 @@ MUTANTS = [
     lambda tests: tests.test_quantised_pages(None, "float32", "int8"),
   ),
   _attention(
-    "a chunk's spill left standing",
-    "real = (token < starts[-1])",
+    "rows of no sequence left standing",
+    "real = (token < operands.query_starts[-1])",
     "real = (token <= token)",
     lambda tests: (
       tests.test_sinks_alone_are_the_state_of_a_query_that_sees_nothing(

@@ -138,6 +138,31 @@ class UpdateConformance:
       np.testing.assert_array_equal(_bits(pages[keep]), _bits(before[keep]))
       np.testing.assert_array_equal(found[keep], factors[keep])
 
+  @pytest.mark.parametrize("kv_dtype", ["int8", "float8_e4m3fn"])
+  def test_rows_of_the_smallest_floats_are_quantised_to_numbers(self, kv_dtype):
+    # Their scales would be below the normal floats, which devices flush to 0.
+    k = _rows(3)[0] * np.float32([1e-37, 1e-38, 1e-44])[:, None, None]
+    pages = self._physical(_logical(kv_dtype))
+    scales = batches.physical_scales(np.ones((PAGES, HEADS, SIZE), np.float32))
+    got = self.implementation.write(
+      {
+        "k": k,
+        "v": k,
+        "k_pages": pages,
+        "v_pages": pages,
+        "slots": np.asarray([16, 17, 18], np.int32),
+        "k_scales": scales,
+        "v_scales": scales,
+      }
+    )
+    for pages, scales in (got[::2], got[1::2]):
+      platform = self.implementation.platform
+      found = batches.logical(pages, platform, SIZE, DIM)[1, :, :3]
+      factors = batches.logical_scales(scales, HEADS, SIZE)[1, :, :3]
+      assert (factors > 0).all()
+      back = found.astype(np.float64) * factors[..., None]
+      assert (np.abs(back - k.swapaxes(0, 1)) <= 1e-36).all()
+
   @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
   @pytest.mark.parametrize("head_dim", [64, 128, 80])
   def test_copies_take_the_first_rows_of_a_page(self, head_dim, dtype):
