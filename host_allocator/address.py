@@ -14,12 +14,14 @@ Reference: §0x03.
 """
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Iterator
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from host_allocator import arguments
 from host_allocator import errors
 from host_allocator import layout as layout_lib
 
@@ -188,9 +190,11 @@ def translate(
 def _view(
   snapshot: AddressSnapshot, request: str, token: int
 ) -> RequestSnapshot:
-  view = snapshot.requests.get(request)
-  if view is None:
+  known = isinstance(request, str) and request in snapshot.requests
+  if not known:
     raise errors.AddressError("unknown_request", f"no request {request!r}")
+  view = snapshot.requests[request]
+  _check_whole("token_not_visible", "token", token)
   if not 0 <= token < view.context_length:
     raise errors.AddressError(
       "token_not_visible",
@@ -201,6 +205,7 @@ def _view(
 
 
 def _owner(layout: layout_lib.CacheLayout, layer: int) -> tuple[int, int]:
+  _check_whole("unknown_layer", "layer", layer)
   owner = layout.layer_groups.get(layer)
   if owner is None:
     raise errors.AddressError(
@@ -236,13 +241,19 @@ def _resolve(
 def _array(
   group: layout_lib.CacheGroup, pool: PoolSnapshot, kind: str
 ) -> tuple[int, int]:
-  if kind not in ("k", "v"):
+  if not isinstance(kind, str) or kind not in ("k", "v"):
     raise errors.AddressError("unknown_kind", f"kind {kind!r}, not 'k' or 'v'")
   width = group.value_dim if kind == "v" else group.head_dim
   return pool.bases["kv" if "kv" in group.axis_order else kind], width
 
 
+def _check_whole(reason: str, name: str, value: int) -> None:
+  refusal = functools.partial(errors.AddressError, reason)
+  arguments.whole(name, value, refusal=refusal)
+
+
 def _check_range(name: str, value: int, limit: int) -> None:
+  _check_whole(f"{name}_out_of_range", name, value)
   if not 0 <= value < limit:
     raise errors.AddressError(
       f"{name}_out_of_range", f"{name} {value} of {limit}"

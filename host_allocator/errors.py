@@ -14,6 +14,12 @@ class KVError(Exception):
   reason = "kv_error"
 
 
+class BadArgument(KVError, ValueError):
+  """An argument of the wrong type, or outside its limits."""
+
+  reason = "bad_argument"
+
+
 class EmptyPrompt(KVError, ValueError):
   """A sequence was opened without a single token."""
 
@@ -92,7 +98,7 @@ class StepClosed(KVError, RuntimeError):
 
 
 class BadStep(KVError, ValueError):
-  """A batch names a sequence twice, no rows, or rows beyond its tokens."""
+  """A step of no sequence, of one twice, or of no rows or unknown ones."""
 
   reason = "bad_step"
 
@@ -116,13 +122,17 @@ class StaleHandle(KVError):
 
 
 class StaleReceipt(KVError):
-  """A receipt names pages that have been recycled since."""
+  """A receipt's pages were recycled since, or its index left behind."""
 
   reason = "stale_receipt"
 
 
 class BadHandle(KVError, ValueError):
-  """A page handle names another pool, no such group or no such page."""
+  """What was handed in is another allocator's, or names nothing here.
+
+  Sequences, batches, leases and receipts count as handles too, and so does what
+  is none of these where one belongs.
+  """
 
   reason = "bad_handle"
 
@@ -158,13 +168,13 @@ class NamespaceRevoked(KVError):
 
 
 class BadTruncation(KVError, ValueError):
-  """A truncation to a negative length, or past the committed rows."""
+  """A truncation to a negative length, or past the known tokens."""
 
   reason = "bad_truncation"
 
 
 class BadSideInput(KVError, ValueError):
-  """A side input with an offset outside the prompt or no digest."""
+  """A side input outside the prompt, over another, or without a digest."""
 
   reason = "bad_side_input"
 

@@ -8,6 +8,7 @@ import dataclasses
 import fractions
 from collections.abc import Sequence
 
+from host_allocator import arguments
 from host_allocator import errors
 
 NOT_APPLICABLE = "not_applicable"
@@ -26,10 +27,17 @@ class Arena:
   free_extents: tuple[int, ...]
 
   def __post_init__(self) -> None:
-    if any(extent < 1 for extent in self.free_extents):
-      raise errors.LedgerError(
-        f"free extents {self.free_extents} are not all above 0"
-      )
+    whole, refusal = arguments.whole, errors.LedgerError
+    object.__setattr__(
+      self,
+      "total_bytes",
+      whole("total_bytes", self.total_bytes, 0, None, refusal),
+    )
+    extents = tuple(
+      whole("free extent", extent, 1, None, refusal)
+      for extent in self.free_extents
+    )
+    object.__setattr__(self, "free_extents", extents)
     if self.free_bytes > self.total_bytes:
       raise errors.LedgerError(
         f"{self.free_bytes} bytes free of {self.total_bytes}"
@@ -57,13 +65,17 @@ class Arena:
 
   def fits(self, contiguous_bytes: int) -> bool:
     """Returns whether one free stretch holds contiguous_bytes."""
-    return contiguous_bytes <= self.largest_free_bytes
+    wanted = arguments.whole(
+      "contiguous_bytes", contiguous_bytes, 0, None, errors.LedgerError
+    )
+    return wanted <= self.largest_free_bytes
 
 
 def pages_for_bytes(num_bytes: int, page_bytes: int) -> int:
   """Returns the pages that num_bytes take, wherever each of them lies."""
-  if num_bytes < 0 or page_bytes < 1:
-    raise errors.LedgerError(f"{num_bytes=} in pages of {page_bytes=}")
+  whole, refusal = arguments.whole, errors.LedgerError
+  num_bytes = whole("num_bytes", num_bytes, 0, None, refusal)
+  page_bytes = whole("page_bytes", page_bytes, 1, None, refusal)
   return -(-num_bytes // page_bytes)
 
 
@@ -72,8 +84,7 @@ def expected_tail_rows(page_size: int) -> fractions.Fraction:
 
   `E[P - J] = (P - 1) / 2`; for lengths that are known, see mean_tail_rows.
   """
-  if page_size < 1:
-    raise errors.LedgerError(f"{page_size=}, below 1")
+  page_size = _page_size(page_size)
   return fractions.Fraction(page_size - 1, 2)
 
 
@@ -84,12 +95,19 @@ def mean_tail_rows(
 
   NOT_APPLICABLE where no length is above 0.
   """
-  if page_size < 1:
-    raise errors.LedgerError(f"{page_size=}, below 1")
+  page_size = _page_size(page_size)
+  known = [
+    arguments.whole("length", length, 0, None, errors.LedgerError)
+    for length in lengths
+  ]
   tails = collections.Counter(
-    -length % page_size for length in lengths if length > 0
+    -length % page_size for length in known if length > 0
   )
   if not tails:
     return NOT_APPLICABLE
   rows = sum(tail * count for tail, count in tails.items())
   return fractions.Fraction(rows, sum(tails.values()))
+
+
+def _page_size(page_size: int) -> int:
+  return arguments.whole("page_size", page_size, 1, None, errors.LedgerError)

@@ -13,14 +13,17 @@ Authorisation comes first: a request learns its RootKey only from
 import dataclasses
 import hashlib
 import struct
+from collections.abc import Iterable
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from host_allocator import arguments
 from host_allocator import errors
 from host_allocator import layout as layout_lib
 
 MANIFEST_SCHEMA = 1
 NO_PARENT = b""
+_FEW_NAMESPACES = 64
 _LENGTHS = struct.Struct("<QQ")
 
 
@@ -53,13 +56,13 @@ class CacheLayoutManifest:
       raise errors.LayoutError(
         f"physical_mode is {self.physical_mode!r}, not one of {modes}"
       )
-    if not 0 <= self.rank < self.world_size:
+    for field in ("world_size", "rank", "hash_page_tokens"):
+      value = getattr(self, field)
+      value = arguments.whole(field, value, 0, None, errors.LayoutError)
+      object.__setattr__(self, field, value)
+    if self.rank >= self.world_size:
       raise errors.LayoutError(
         f"rank {self.rank} is not among {self.world_size} workers"
-      )
-    if self.hash_page_tokens < 0:
-      raise errors.LayoutError(
-        f"hash_page_tokens is {self.hash_page_tokens}, below 0"
       )
 
   @property
@@ -186,8 +189,9 @@ class RootKey(NamedTuple):
 class Namespaces:
   """The generation of every isolation domain, and which are closed.
 
-  A namespace nobody has named is open at generation 0. Generations only
-  rise: after `revoke` or `advance` no key made before can be made again.
+  A namespace nobody has named is open, at generation 0 to begin with.
+  Generations only rise: after `revoke` or `advance` no key made before can be
+  made again.
 
   Args:
     semantic_digest: identity of the model whose K/V is kept.
@@ -198,6 +202,9 @@ class Namespaces:
     self._semantic_digest = semantic_digest
     self._layout_digest = layout_digest
     self._generations: dict[str, int] = {}
+    # Of every namespace that is not in there.
+    self._common_generation = 0
+    self._due_at = _FEW_NAMESPACES
     self._revoked: set[str] = set()
 
   def authorize(
@@ -207,7 +214,11 @@ class Namespaces:
 
     Raises:
       NamespaceRevoked: the namespace is closed. No index was consulted.
+      BadArgument: a name is not a string.
     """
+    arguments.text("namespace", namespace)
+    arguments.text("adapter", adapter)
+    arguments.text("salt", salt)
     if namespace in self._revoked:
       raise errors.NamespaceRevoked(
         f"namespace {namespace!r} is revoked at generation"
@@ -224,7 +235,27 @@ class Namespaces:
 
   def generation(self, namespace: str) -> int:
     """Returns the namespace's generation."""
-    return self._generations.get(namespace, 0)
+    return self._generations.get(namespace, self._common_generation)
+
+  def __len__(self) -> int:
+    return len(self._generations)
+
+  @property
+  def is_due(self) -> bool:
+    """Whether so many were left behind that a sweep is paid for by them."""
+    return len(self._generations) > self._due_at
+
+  def forget_unused(self, used: Iterable[str]) -> None:
+    """Keeps the generations of some namespaces; all others are given one.
+
+    That is the highest of any, so that they still only rise.
+    """
+    kept = {name: self.generation(name) for name in used}
+    self._common_generation = max(
+      self._common_generation, *self._generations.values(), 0
+    )
+    self._generations = kept
+    self._due_at = max(_FEW_NAMESPACES, 2 * len(kept))
 
   def is_current(self, root: RootKey) -> bool:
     """Returns whether new requests could still be given this root."""
@@ -237,22 +268,25 @@ class Namespaces:
 
   def revoke(self, namespace: str) -> int:
     """Closes a namespace to new requests and returns its next generation."""
+    arguments.text("namespace", namespace)
     self._revoked.add(namespace)
     return self.advance(namespace)
 
   def restore(self, namespace: str) -> int:
     """Opens a revoked namespace again, empty, and returns its generation."""
+    arguments.text("namespace", namespace)
     self._revoked.discard(namespace)
     return self.generation(namespace)
 
   def advance(self, namespace: str) -> int:
     """Leaves the namespace's pages behind: nobody new finds them."""
+    arguments.text("namespace", namespace)
     self._generations[namespace] = self.generation(namespace) + 1
     return self._generations[namespace]
 
   def replace_model(self, semantic_digest: str) -> None:
     """Leaves every page behind: the weights that made them are gone."""
-    self._semantic_digest = semantic_digest
+    self._semantic_digest = arguments.text("semantic_digest", semantic_digest)
 
 
 def page_key(

@@ -15,6 +15,7 @@ import hashlib
 import json
 import math
 
+from host_allocator import arguments
 from host_allocator import errors
 
 SCALAR_BYTES = {
@@ -79,7 +80,7 @@ class CacheGroup:
       _check_positive(self, field)
     if self.v_head_dim is not None:
       _check_positive(self, "v_head_dim")
-    if self.dtype not in SCALAR_BYTES:
+    if self.dtype not in tuple(SCALAR_BYTES):
       raise errors.LayoutError(
         f"dtype of group {self.name!r} is {self.dtype!r}, not one of"
         f" {tuple(SCALAR_BYTES)}"
@@ -93,9 +94,13 @@ class CacheGroup:
     self._check_layers()
 
   def _check_axes(self) -> None:
-    axes = tuple(self.axis_order)
+    try:
+      axes = tuple(self.axis_order)
+      is_order = sorted(axes) in (sorted(AXES), sorted(INTERLEAVED_AXES))
+    except TypeError:
+      axes, is_order = self.axis_order, False
     object.__setattr__(self, "axis_order", axes)
-    if sorted(axes) not in (sorted(AXES), sorted(INTERLEAVED_AXES)):
+    if not is_order:
       raise errors.LayoutError(
         f"axis_order of group {self.name!r} is {axes}, not an order of"
         f" {AXES}, with or without 'kv'"
@@ -109,16 +114,21 @@ class CacheGroup:
   def _check_layers(self) -> None:
     if self.layers is None:
       return
-    layers = tuple(self.layers)
+    try:
+      layers = tuple(
+        arguments.whole("layer", layer, 0, None, errors.LayoutError)
+        for layer in self.layers
+      )
+    except (TypeError, errors.LayoutError) as error:
+      raise errors.LayoutError(
+        f"layers of group {self.name!r} are {self.layers!r}, not whole numbers"
+        " from 0"
+      ) from error
     object.__setattr__(self, "layers", layers)
     if len(layers) != self.num_layers or len(set(layers)) != len(layers):
       raise errors.LayoutError(
         f"layers of group {self.name!r} are {layers}, not {self.num_layers}"
         " different ones"
-      )
-    if any(type(layer) is not int or layer < 0 for layer in layers):
-      raise errors.LayoutError(
-        f"layers of group {self.name!r} are {layers}, not whole numbers from 0"
       )
 
   @property
@@ -224,10 +234,16 @@ class CacheLayout:
   groups: tuple[CacheGroup, ...]
 
   def __post_init__(self) -> None:
-    groups = tuple(self.groups)
+    try:
+      groups = tuple(self.groups)
+    except TypeError as error:
+      raise errors.LayoutError(f"groups={self.groups!r} is no list") from error
     object.__setattr__(self, "groups", groups)
     if not groups:
       raise errors.LayoutError("a cache layout needs at least one cache group")
+    for group in groups:
+      if not isinstance(group, CacheGroup):
+        raise errors.LayoutError(f"{group!r} is not a CacheGroup")
     names = [group.name for group in groups]
     if len(set(names)) != len(names):
       raise errors.LayoutError(f"cache groups share a name: {names}")
@@ -324,8 +340,9 @@ def canonical_digest(record: object) -> str:
 
 
 def _check_positive(group: CacheGroup, field: str) -> None:
-  value = getattr(group, field)
-  if type(value) is not int or value < 1:
-    raise errors.LayoutError(
-      f"{field} of group {group.name!r} is {value!r}, not a whole number from 1"
-    )
+  """Refuses a field below one, and makes it an int, as digests want it."""
+  name = f"{field} of group {group.name!r}"
+  value = arguments.whole(
+    name, getattr(group, field), 1, None, errors.LayoutError
+  )
+  object.__setattr__(group, field, value)

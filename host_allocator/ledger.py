@@ -14,10 +14,13 @@ Reference: §0x02, §0x0D.
 """
 
 import dataclasses
+import itertools
+from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from host_allocator import arguments
 from host_allocator import errors
 from host_allocator import layout as layout_lib
 
@@ -210,6 +213,9 @@ def verify_snapshot(
   if len(requests) != count or len(pools) != count:
     message = f"{len(requests)} request lists, {len(pools)} pools, {count=}"
     return (Finding("group_count", message),)
+  for number in _numbers(requests, pools):
+    if not arguments.is_whole(number):
+      return (Finding("not_a_whole_number", f"{number!r} among the counts"),)
   if len({len(views) for views in requests}) > 1:
     sizes = [len(views) for views in requests]
     return (Finding("half_bundle", f"requests by group: {sizes}"),)
@@ -234,6 +240,19 @@ def verify_snapshot(
         Finding("half_bundle", f"one request's lengths by group: {lengths}")
       )
   return tuple(findings)
+
+
+def _numbers(
+  requests: Sequence[Sequence[RequestPages]], pools: Sequence[PoolPages]
+) -> Iterator[object]:
+  """Every count and page id of a snapshot."""
+  for pool in pools:
+    yield from (pool.total, pool.live, pool.evictable, pool.reserved, pool.free)
+    yield from (*pool.valid_rows, *pool.valid_rows.values())
+  for request in itertools.chain.from_iterable(requests):
+    yield from (request.num_tokens, *request.pages)
+    if request.reserved_tokens is not None:
+      yield request.reserved_tokens
 
 
 def _verify_pool(

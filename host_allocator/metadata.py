@@ -7,7 +7,10 @@ Reference: §0x02E.
 """
 
 import dataclasses
+import functools
+from typing import Any
 
+from host_allocator import arguments
 from host_allocator import errors
 
 
@@ -23,11 +26,7 @@ class RecordBytes:
   fixed: int = 0
 
   def __post_init__(self) -> None:
-    for name, value in dataclasses.asdict(self).items():
-      if type(value) is not int or value < 0:
-        raise errors.Unreconciled(
-          "record_size", f"{name} is {value!r}, not a whole number from 0"
-        )
+    _check_counts(self, "record_size")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,11 +40,7 @@ class RecordCounts:
   free_entries: int
 
   def __post_init__(self) -> None:
-    for name, value in dataclasses.asdict(self).items():
-      if type(value) is not int or value < 0:
-        raise errors.Unreconciled(
-          "record_count", f"{name} is {value!r}, not a whole number from 0"
-        )
+    _check_counts(self, "record_count")
     if self.free_entries > self.page_descriptors:
       raise errors.Unreconciled(
         "free_above_pool",
@@ -67,3 +62,12 @@ def metadata_bytes(sizes: RecordBytes, counts: RecordCounts) -> dict[str, int]:
     "fixed": sizes.fixed,
   }
   return {**parts, "total": sum(parts.values())}
+
+
+def _check_counts(record: Any, reason: str) -> None:
+  """Refuses a field that is not a whole number from 0."""
+  refusal = functools.partial(errors.Unreconciled, reason)
+  for field in dataclasses.fields(record):
+    value = getattr(record, field.name)
+    value = arguments.whole(field.name, value, 0, None, refusal)
+    object.__setattr__(record, field.name, value)

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from host_allocator import arguments
 from host_allocator import errors
 from host_allocator import layout as layout_lib
 
@@ -57,10 +58,13 @@ class CapacityPlan:
       LedgerError: shared_tokens is not within 0..num_tokens, or num_tokens
         is not within 1..max_length.
     """
-    if not 1 <= num_tokens <= self.max_length:
-      raise errors.LedgerError(f"{num_tokens=}, not in 1..{self.max_length}")
-    if not 0 <= shared_tokens <= num_tokens:
-      raise errors.LedgerError(f"{shared_tokens=}, not in 0..{num_tokens}")
+    whole = arguments.whole
+    num_tokens = whole(
+      "num_tokens", num_tokens, 1, self.max_length, errors.LedgerError
+    )
+    shared_tokens = whole(
+      "shared_tokens", shared_tokens, 0, num_tokens, errors.LedgerError
+    )
     most = self.max_sequences
     for pages, group in zip(self.num_pages, self.layout.groups, strict=True):
       shared = shared_tokens // group.page_size
@@ -113,10 +117,12 @@ def plan_capacity(
 
   Raises:
     LedgerError: the budget does not hold one sequence of one token, or a
-      bound is below 1.
+      bound is not a whole number from 1.
   """
-  if min(max_sequences, max_length) < 1:
-    raise errors.LedgerError(f"{max_sequences=} and {max_length=} are below 1")
+  whole, refusal = arguments.whole, errors.LedgerError
+  budget_bytes = whole("budget_bytes", budget_bytes, 0, None, refusal)
+  max_sequences = whole("max_sequences", max_sequences, 1, None, refusal)
+  max_length = whole("max_length", max_length, 1, None, refusal)
   table_bytes = INDEX_BYTES * max_sequences * sum(layout.pages_for(max_length))
   null_bytes = pages_bytes(layout, (0,) * len(layout.groups))
   page_bytes = [stored_page_bytes(group) for group in layout.groups]

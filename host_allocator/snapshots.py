@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from host_allocator import address
+from host_allocator import errors
 from host_allocator import holding
 from host_allocator import ledger
 from host_allocator import metadata
@@ -29,12 +30,15 @@ def ledger_of(
       open sequence; None leaves that view out.
 
   Raises:
-    Unreconciled: the allocator's counts contradict each other.
+    Unreconciled: the allocator's counts contradict each other, or an open
+      sequence has no reservation among those given.
 
   Reference: §0x02, §0x0D.
   """
   with state.lock:
     opened = state.rows.open_sequences()
+    if reserved_tokens is not None:
+      _check_reserved(opened, reserved_tokens)
     requests = tuple(
       tuple(
         ledger.RequestPages(
@@ -60,6 +64,17 @@ def ledger_of(
       for group, usage in enumerate(pool.usage() for pool in state.pools)
     )
   return ledger.measure(state.layout, requests, pools)
+
+
+def _check_reserved(
+  opened: Sequence[sequences.Sequence],
+  reserved_tokens: Mapping[sequences.Sequence, int],
+) -> None:
+  lacking = [each for each in opened if each not in reserved_tokens]
+  if lacking:
+    raise errors.Unreconciled(
+      "reservation_missing", f"nothing is reserved for {lacking[0]!r}"
+    )
 
 
 def _named_rows(

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from host_allocator import arguments
 from host_allocator import errors
 
 
@@ -60,18 +61,11 @@ class SideInputKeys:
       side_inputs: Disjoint, within the tokens.
 
     Raises:
-      BadSideInput: Where one is empty, overlaps or leaves the tokens.
+      BadSideInput: Where one is empty, overlaps, leaves the tokens or is none;
+        nothing was numbered.
     """
-    keys, end = tokens.copy(), 0
-    for side_input in sorted(side_inputs):
-      offset, length, digest = side_input
-      if offset < end or length < 1 or offset + length > len(tokens):
-        raise errors.BadSideInput(
-          f"{side_input} is empty, overlaps another, or leaves the"
-          f" {len(tokens)} tokens"
-        )
-      if not digest:
-        raise errors.BadSideInput(f"{side_input} has no digest")
+    keys = tokens.copy()
+    for offset, length, digest in _checked(side_inputs, len(tokens)):
       end = offset + length
       keys[offset:end] = [
         self._number((digest, token, i == 0))
@@ -104,3 +98,43 @@ class SideInputKeys:
       number = self._numbers[mark] = fresh
       self._marks[number] = mark
     return number
+
+
+def _checked(
+  side_inputs: Iterable[SideInput], num_tokens: int
+) -> list[SideInput]:
+  """Side inputs in order, each of which can be."""
+  try:
+    found = sorted(map(_parts, side_inputs))
+  except TypeError as error:
+    raise errors.BadSideInput(
+      f"side_inputs={side_inputs!r} is no list"
+    ) from error
+  end = 0
+  for side_input in found:
+    offset, length, digest = side_input
+    if offset < end or length < 1 or offset + length > num_tokens:
+      raise errors.BadSideInput(
+        f"{side_input} is empty, overlaps another, or leaves the"
+        f" {num_tokens} tokens"
+      )
+    if not digest:
+      raise errors.BadSideInput(f"{side_input} has no digest")
+    end = offset + length
+  return found
+
+
+def _parts(side_input: SideInput) -> SideInput:
+  """The three parts of a side input, each of its type."""
+  try:
+    offset, length, digest = side_input
+  except (TypeError, ValueError) as error:
+    raise errors.BadSideInput(
+      f"{side_input!r} is not (offset, length, digest)"
+    ) from error
+  whole, refusal = arguments.whole, errors.BadSideInput
+  return SideInput(
+    whole("offset", offset, refusal=refusal),
+    whole("length", length, refusal=refusal),
+    arguments.text("digest", digest, refusal),
+  )
