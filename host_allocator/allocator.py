@@ -17,11 +17,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from host_allocator import errors
+from host_allocator import forgetting
 from host_allocator import holding
 from host_allocator import layout as layout_lib
 from host_allocator import matching
 from host_allocator import publication
-from host_allocator import readers
 from host_allocator import receipts
 from host_allocator import reservation
 from host_allocator import sequences as sequences_lib
@@ -34,7 +34,7 @@ Pairs = Iterable[tuple[sequences_lib.Sequence, int]]
 Members = Sequence[sequences_lib.Sequence] | sequences_lib.Batch
 
 
-class KVAllocator(readers.Readers):
+class KVAllocator(forgetting.Forgetting):
   """The host side of one KV cache.
 
   Args:
@@ -50,7 +50,7 @@ class KVAllocator(readers.Readers):
     record_digests: Put `state_digest()` before and after into step receipts.
     record_events: Keep index events for `drain_events`.
     semantic_digest: Identity of the model whose K/V is kept.
-    evict_whole_edges: See `prefix.forest.Forest`.
+    evict_whole_edges: See `prefix.trees.Trees`.
 
   Raises:
     LayoutError: Where these do not fit together.
@@ -186,10 +186,15 @@ class KVAllocator(readers.Readers):
     """
     ids = tokens_lib.to_array(tokens, self._token_limit)
     with self.lock:
-      rows = self._checked(sequences).rows
-      if len(rows) != len(ids):
-        raise errors.BadStep(f"{len(rows)} sequences got {len(ids)} tokens")
-      self.rows.append(rows, ids)
+      batch = self._checked(sequences)
+      if len(batch.rows) != len(ids):
+        raise errors.BadStep(
+          f"{len(batch.rows)} sequences got {len(ids)} tokens"
+        )
+      if batch is sequences:
+        self.rows.append_to_batch(batch, ids)
+      else:
+        self.rows.append(batch.rows, ids)
 
   def fork(self, sequence: sequences_lib.Sequence) -> sequences_lib.Sequence:
     """A second sequence with the same tokens and rows, sharing every page.
@@ -226,6 +231,7 @@ class KVAllocator(readers.Readers):
       if length < self.rows.present[row]:
         dropped = holding.cut(self, sequence, length)
       self.rows.num_tokens[row] = length
+      self.rows.stride = None
       self.epoch += 1
       return receipts.ReleaseReceipt(
         "truncated", self.epoch, sequence.generation, before, dropped
@@ -251,7 +257,7 @@ class KVAllocator(readers.Readers):
     """
     with self.lock:
       row, plan = sequence.row, self.open_plan
-      if plan is None or not self.rows.in_step[row]:
+      if plan is None or row not in plan.rows:
         return self._close(sequence, "cancelled")
       if sequence not in plan.cancelled:
         plan.cancelled.append(sequence)
@@ -289,12 +295,17 @@ class KVAllocator(readers.Readers):
         return reservation.reserve(self, batch, batch.ones, len(batch.rows))
       pairs = tuple(batch)
       members = self.rows.batch([sequence for sequence, _ in pairs])
-      counts = np.array([count for _, count in pairs], np.int32)
+      counts = [count for _, count in pairs]
       num_tokens = reservation.check_counts(counts)
-      return reservation.reserve(self, members, counts, num_tokens)
+      return reservation.reserve(
+        self, members, np.array(counts, np.int32), num_tokens
+      )
 
   def pack(self, plan: steps.StepPlan, packing: tables.Packing) -> np.ndarray:
-    """The step as one fresh int32 buffer; see `tables.Packing`.
+    """The step as one int32 buffer; see `tables.Packing`.
+
+    It does not change for as long as the caller holds it, a view of it, or a
+    device array that aliases it.
 
     Raises:
       StepClosed, ShapeOverflow, LayoutError.
@@ -328,50 +339,6 @@ class KVAllocator(readers.Readers):
       before = self._recorded_digest()
       reservation.give_back(self, plan)
       return self._end_step(plan, "aborted", (0,) * len(self.pools), before)
-
-  # Forgetting ----------------------------------------------------------------
-
-  def drop_index(self, namespace: str | None = None) -> None:
-    """Makes what is indexed unfindable; open sequences go on undisturbed.
-
-    Args:
-      namespace: Whose index; None for all.
-    """
-    with self.lock:
-      dropped = {namespace} if namespace is not None else set()
-      for root in list(self.index.roots()):
-        if namespace is None or root.key[0] == namespace:
-          self.index.drop(root)
-          dropped.add(root.key[0])
-      for name in dropped:
-        self.namespaces.advance(name)
-      self.epoch += 1
-
-  def revoke(self, namespace: str) -> None:
-    """Drops a namespace's index and refuses new sequences in it."""
-    with self.lock:
-      self.drop_index(namespace)
-      self.namespaces.revoke(namespace)
-
-  def replace_model(self, semantic_digest: str) -> None:
-    """New weights: old owners finish, nobody new finds their pages."""
-    with self.lock:
-      self.drop_index()
-      self.namespaces.replace_model(semantic_digest)
-
-  def poison(self) -> None:
-    """The device pages are lost: everything FREE, every sequence DeviceLost."""
-    with self.lock:
-      self.open_plan = None
-      for root in list(self.index.roots()):
-        self.index.drop(root)
-      for sequence in self.rows.open_sequences():
-        sequence.lost = True
-        self.rows.give_back(sequence)
-      self.held_leases.clear()
-      for pool in self.pools:
-        pool.reset()
-      self.epoch += 1
 
   # Inside --------------------------------------------------------------------
 
@@ -409,7 +376,6 @@ class KVAllocator(readers.Readers):
     before: str | None,
   ) -> receipts.StepReceipt:
     self.open_plan = None
-    self.rows.in_step[plan.rows] = False
     for sequence in plan.cancelled:
       self._close(sequence, "cancelled")
     copied = tuple([group.num_copied_rows for group in plan.groups])
@@ -419,13 +385,15 @@ class KVAllocator(readers.Readers):
       plan.num_tokens,
       tuple([len(group.pages) for group in plan.groups]),
       copied,
-      self._copied_bytes(copied) if any(copied) else 0,
+      self._copied_bytes(copied),
       released,
       before,
       self._recorded_digest(),
     )
 
   def _copied_bytes(self, copied: tuple[int, ...]) -> int:
+    if not any(copied):
+      return 0
     return sum(
       rows * group.row_bytes
       for rows, group in zip(copied, self.layout.groups, strict=True)

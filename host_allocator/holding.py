@@ -68,6 +68,7 @@ def note_valid_rows(state: state_lib.State, row: int) -> None:
   """
   if state.rows.private[row]:
     state.rows.private[row] = False
+    state.rows.stride = None
     for group, pool in enumerate(state.pools):
       page, offset = _last_page(state, row, group)
       if offset:

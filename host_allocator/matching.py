@@ -20,6 +20,8 @@ from host_allocator import sequences
 from host_allocator import state as state_lib
 from host_allocator.prefix import base
 
+_NOTHING = np.zeros(0, np.intp)
+
 
 def match(
   state: state_lib.State, sequence: sequences.Sequence
@@ -40,15 +42,19 @@ def match(
     present -= present % state.bundle
   start = int(rows.published[row])
   start -= start % state.bundle
-  pages, present = _pin_found(state, row, found, start, present)
   if present > rows.present[row]:
-    holding.note_valid_rows(state, row)
-    state.index.detach(sequence)
-    _replace_table(state, row, pages, start, present)
-    state.index.settle(sequence, found, present)
-    rows.length[row] = min(present, cap)
-    rows.present[row] = present
-    state.epoch += 1
+    pages, present = _pin_found(state, row, found, start, present)
+  else:
+    pages, present = [], 0
+  if not pages:
+    return found.num_tokens, [_NOTHING for _ in state.pools]
+  holding.note_valid_rows(state, row)
+  state.index.detach(sequence)
+  _replace_table(state, row, pages, start, present)
+  state.index.settle(sequence, found, present)
+  rows.length[row] = min(present, cap)
+  rows.present[row] = present
+  state.epoch += 1
   return found.num_tokens, pages
 
 
@@ -61,17 +67,16 @@ def receipt(
   """The record of the match with which a sequence was opened."""
   row, rows = sequence.row, state.rows
   for ids in pages:
-    ids.flags.writeable = False
-  group_pages = tuple(pages)
-  present = int(rows.present[row])
+    ids.setflags(write=False)
+  key, group_pages = sequence.root.key, tuple(pages)
   return receipts.PrefixMatchReceipt(
     epoch=state.epoch,
-    namespace=sequence.root.key[0],
-    namespace_generation=sequence.root.key[1],
+    namespace=key[0],
+    namespace_generation=key[1],
     prompt_tokens=int(rows.num_tokens[row]),
     semantic_tokens=semantic_tokens,
     matched_tokens=int(rows.length[row]),
-    copied_rows=present % state.bundle,
+    copied_rows=int(rows.present[row]) % state.bundle,
     group_pages=group_pages,
     group_generations=holding.generations(state, group_pages),
   )
@@ -98,36 +103,37 @@ def _pin_found(
 
   Returns:
     The pages per group from the bundle at `start` on, pinned; and the rows that
-    they show. No pages, where the table shows as many rows already.
+    they show. No pages, where that is no more than the table shows already.
   """
-  known, shown = int(state.rows.num_tokens[row]), int(state.rows.present[row])
-  nothing = [np.zeros(0, np.intp) for _ in state.pools]
-  if present <= shown:
-    return nothing, shown
   pages = _found_pages(state, found, start, present)
   _pin(state, pages, start, present)
   aligned = present - present % state.bundle
-  if present == aligned or _copy_fits(state, known, present):
+  if present == aligned or _copy_fits(
+    state, int(state.rows.num_tokens[row]), present
+  ):
     return pages, present
   pages = _unpin(state, pages, start, present, aligned)
-  if aligned > shown:
+  if aligned > state.rows.present[row]:
     return pages, aligned
   _unpin(state, pages, start, aligned, start)
-  return nothing, shown
+  return [], present
 
 
 def _found_pages(
   state: state_lib.State, found: base.PrefixMatch, start: int, present: int
 ) -> list[np.ndarray]:
   """A match's pages per group, from the bundle at `start` on."""
-  group_pages = []
+  group_pages, path = [], found.path
+  while path[-1].start >= present:
+    path = path[:-1]
   for group, pool in enumerate(state.pools):
-    size, parts = pool.page_size, []
-    for node in found.path:
-      offset = node.start // size
-      stop = min(-(-present // size), -(-state.index.end(node) // size))
-      first = max(start // size - offset, 0)
-      parts.append(node.pages[group][first : stop - offset])
+    size = pool.page_size
+    # The first may begin before `start`; only the last may go on after its end.
+    parts = [node.pages[group] for node in path]
+    parts[-1] = parts[-1][: -(-(present - path[-1].start) // size)]
+    first = start - path[0].start
+    if first > 0:
+      parts[0] = parts[0][first // size :]
     # As indices, for which NumPy is three times faster than for int32.
     group_pages.append(np.concatenate(parts, dtype=np.intp))
   return group_pages
@@ -139,9 +145,10 @@ def _pin(
   """Holds whole pages, and leases one that matches in part."""
   for pool, ids in zip(state.pools, pages, strict=True):
     full = (present - start) // pool.page_size
-    pool.hold(ids[:full])
     if full < len(ids):
       pool.lease(ids[full:])
+      ids = ids[:full]
+    pool.hold(ids)
 
 
 def _unpin(
@@ -183,6 +190,7 @@ def _replace_table(
 ) -> None:
   """Puts pinned pages into a table in place of the row's own."""
   rows = state.rows
+  rows.stride = None
   for group, (pool, ids) in enumerate(zip(state.pools, pages, strict=True)):
     first, have = start // pool.page_size, rows.num_pages(row, group)
     table_row = rows.table_rows[group][row]

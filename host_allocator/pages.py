@@ -18,6 +18,11 @@ import numpy as np
 
 from host_allocator import errors
 
+# NumPy takes an array of no dimensions faster than a Python number.
+_ZERO, _ONE = np.array(0, np.int32), np.array(1, np.int32)
+_NEXT = np.array(1, np.int64)
+_ONE_BYTES = _ONE.tobytes()
+
 
 class PageState(enum.Enum):
   """What a page is to the pool."""
@@ -128,7 +133,7 @@ class PagePool:
     pages = self._free[rest : self.num_free][::-1].copy()
     self.num_free = rest
     self.num_reserved += count
-    self.generations[pages] += 1
+    self.generations[pages] += _NEXT
     return pages
 
   def commit(self, pages: np.ndarray) -> None:
@@ -146,7 +151,8 @@ class PagePool:
     """Adds a table reference to each page."""
     before = self.references[pages]
     self._count_revived(pages, before)
-    self.references[pages] = before + 1
+    before += _ONE
+    self.references[pages] = before
 
   def drop(self, pages: np.ndarray) -> None:
     """Removes a table reference from each page.
@@ -154,16 +160,17 @@ class PagePool:
     Raises:
       DoubleFree: Where one has none; nothing is changed.
     """
-    before = self.references[pages]
-    if len(pages) and before.min() < 1:
+    counts = self.references[pages]
+    if _least(counts) < 1:
       raise errors.DoubleFree(
-        f"pages {pages[before < 1].tolist()} have no table reference to drop"
+        f"pages {pages[counts < 1].tolist()} have no table reference to drop"
       )
-    self.references[pages] = before - 1
-    idle = pages[before == 1]
+    counts -= _ONE
+    self.references[pages] = counts
+    pages = pages[counts == _ZERO]
     if self._num_leases:
-      idle = idle[self.leases[idle] == 0]
-    self._settle(idle)
+      pages = pages[self.leases[pages] == 0]
+    self._settle(pages)
 
   def lease(self, pages: np.ndarray) -> None:
     """Adds a read lease to each page."""
@@ -178,19 +185,20 @@ class PagePool:
     Raises:
       DoubleFree: Where one has none; nothing is changed.
     """
-    before = self.leases[pages]
-    if len(pages) and before.min() < 1:
+    counts = self.leases[pages]
+    if _least(counts) < 1:
       raise errors.DoubleFree(
-        f"pages {pages[before < 1].tolist()} have no lease to drop"
+        f"pages {pages[counts < 1].tolist()} have no lease to drop"
       )
-    self.leases[pages] = before - 1
+    counts -= _ONE
+    self.leases[pages] = counts
     self._num_leases -= len(pages)
-    idle = pages[before == 1]
+    idle = pages[counts == _ZERO]
     self._settle(idle[self.references[idle] == 0])
 
   def publish(self, pages: np.ndarray) -> None:
     """Adds an index entry to each page; somebody holds them meanwhile."""
-    self.entries[pages.astype(np.intp, copy=False)] += 1
+    self.entries[pages] += _ONE
 
   def withdraw(self, pages: np.ndarray) -> int:
     """Removes an index entry from each page.
@@ -198,14 +206,28 @@ class PagePool:
     Returns:
       How many pages became free by it.
     """
-    pages = pages.astype(np.intp, copy=False)
-    left = self.entries[pages] - 1
+    left = self.entries[pages]
+    left -= _ONE
     self.entries[pages] = left
     if np.count_nonzero(left) or self.num_held(pages):
       pages = pages[(left == 0) & self.unheld(pages)]
     self.num_evictable -= len(pages)
     self._push(pages)
     return len(pages)
+
+  def are_idle(self, pages: np.ndarray) -> bool:
+    """Whether each of the pages has one index entry and nobody holds it."""
+    counts = self.references[pages]
+    counts += self.entries[pages]
+    if self._num_leases:
+      counts += self.leases[pages]
+    return counts.tobytes() == _ONE_BYTES * len(pages)
+
+  def reclaim(self, pages: np.ndarray) -> None:
+    """Frees pages of which `are_idle` is true."""
+    self.entries[pages] = 0
+    self.num_evictable -= len(pages)
+    self._push(pages)
 
   def unheld(self, pages: np.ndarray) -> np.ndarray:
     """Which of the pages have neither table references nor leases."""
@@ -236,18 +258,18 @@ class PagePool:
 
   def _count_revived(self, pages: np.ndarray, references: np.ndarray) -> None:
     """Takes pages that were idle until now out of the evictable count."""
-    idle = references == 0
     if self._num_leases:
-      idle &= self.leases[pages] == 0
-    self.num_evictable -= int(np.count_nonzero(idle))
+      references = references + self.leases[pages]
+    if not _least(references):
+      self.num_evictable -= len(pages) - int(np.count_nonzero(references))
 
   def _settle(self, idle: np.ndarray) -> None:
     """Files pages that nobody holds any more as evictable or free."""
-    cached = self.entries[idle] > 0
-    num_cached = int(np.count_nonzero(cached))
-    self.num_evictable += num_cached
-    if num_cached < len(idle):
-      self._push(idle[~cached])
+    entries = self.entries[idle]
+    if not _least(entries):
+      self._push(idle[entries == _ZERO])
+      idle = idle[entries > _ZERO]
+    self.num_evictable += len(idle)
 
   def num_held(self, pages: np.ndarray) -> int:
     """How many leading pages there are up to the last held one."""
@@ -260,3 +282,8 @@ class PagePool:
     count = self.num_free + len(pages)
     self._free[self.num_free : count] = pages
     self.num_free = count
+
+
+def _least(counts: np.ndarray) -> int:
+  """The least of some counts, 1 of none; argmin is faster than a reduction."""
+  return counts[counts.argmin()] if len(counts) else 1

@@ -7,8 +7,10 @@ was planned.
 import numpy as np
 
 from host_allocator import pages as pages_lib
+from host_allocator import sequences
 from host_allocator import state as state_lib
 from host_allocator import steps
+from host_allocator import strides
 
 
 def publish(state: state_lib.State, plan: steps.StepPlan) -> list[int]:
@@ -18,19 +20,16 @@ def publish(state: state_lib.State, plan: steps.StepPlan) -> list[int]:
     Duplicate pages let go, per group (R11).
   """
   rows = state.rows
+  if plan.stride is not None and plan.stride is rows.stride:
+    return _publish_in_stride(state, plan, plan.stride)
+  rows.stride = None
   # A lease taken since the step was planned ends a last page's privacy, too.
-  plan.has_shared = bool(
-    np.count_nonzero(rows.private[plan.rows]) < len(plan.rows)
-  )
-  for group, (pool, part) in enumerate(
-    zip(state.pools, plan.groups, strict=True)
-  ):
+  if not plan.has_shared and not rows.are_private(plan.rows):
+    plan.has_shared = steps.has_tails(plan, state.bundle)
+  for group in range(len(state.pools)):
     if plan.has_shared:
       _make_private(state, plan, group)
-    if len(part.pages):
-      pool.commit(part.pages)
-      at = plan.rows[part.members]
-      rows.set_pages_at(group, at, part.columns, part.pages)
+    _enter_pages(state, plan, group)
   if any(part.num_copies for part in plan.groups):
     # One new version, however many groups copied.
     copied = [part.members[: part.num_copies] for part in plan.groups]
@@ -42,6 +41,32 @@ def publish(state: state_lib.State, plan: steps.StepPlan) -> list[int]:
   else:
     rows.private[plan.rows] = True
   return _publish_prefixes(state, plan)
+
+
+def _publish_in_stride(
+  state: state_lib.State, plan: steps.StepPlan, stride: strides.Stride
+) -> list[int]:
+  """The same where every member gets a row in a last page of its own."""
+  rows = state.rows
+  for group in range(len(state.pools)):
+    _enter_pages(state, plan, group)
+  rows.length[plan.rows] = plan.ends
+  rows.present[plan.rows] = plan.ends
+  stride.step()
+  members, at = stride.full(state.bundle)
+  return _publish_bundles(state, plan, members, at)
+
+
+def _enter_pages(
+  state: state_lib.State, plan: steps.StepPlan, group: int
+) -> None:
+  """Puts the step's pages of one group into the tables."""
+  part = plan.groups[group]
+  if len(part.pages):
+    state.pools[group].commit(part.pages)
+    state.rows.set_pages_at(
+      group, plan.rows[part.members], part.columns, part.pages
+    )
 
 
 def _make_private(
@@ -72,26 +97,49 @@ def _publish_prefixes(
   state: state_lib.State, plan: steps.StepPlan
 ) -> list[int]:
   """Puts new rows into the index: prompts to the token, then whole bundles."""
-  released = [0] * len(state.pools)
-  rows = plan.rows
   if plan.is_decode:
-    due = (plan.ends % state.bundle == 0).nonzero()[0]
-    if len(due):
-      growing = state.rows.growing[rows[due]]
-      fast = due[growing]
-      if len(fast):
-        state.index.grow(rows[fast], plan.ends[fast])
-        due = due[~growing]
-  else:
-    due = np.arange(len(rows))
-  for member in due.tolist():
-    stop = int(plan.ends[member])
-    if plan.counts[member] == 1:
-      stop -= stop % state.bundle
-    counts = state.index.insert(plan.sequences[member], stop)
-    if counts:  # an index that keeps nothing has nothing to count
-      released = [a + b for a, b in zip(released, counts, strict=True)]
+    members = (plan.ends % state.bundle == 0).nonzero()[0]
+    return _publish_bundles(state, plan, members, plan.rows[members])
+  released = [0] * len(state.pools)
+  for sequence, count, end in zip(
+    plan.sequences, plan.counts.tolist(), plan.ends.tolist(), strict=True
+  ):
+    stop = end if count > 1 else end - end % state.bundle
+    _insert(state, sequence, stop, released)
   return released
+
+
+def _publish_bundles(
+  state: state_lib.State,
+  plan: steps.StepPlan,
+  members: np.ndarray,
+  rows: np.ndarray,
+) -> list[int]:
+  """Puts the bundles into the index that some members have just completed."""
+  released = [0] * len(state.pools)
+  if not len(members):
+    return released
+  growing = state.rows.growing[rows]
+  if b"\0" not in growing.tobytes():
+    state.index.grow(rows, plan.ends[members])
+    return released
+  if b"\1" in growing.tobytes():
+    state.index.grow(rows[growing], plan.ends[members[growing]])
+    members = members[~growing]
+  for member in members.tolist():
+    _insert(state, plan.sequences[member], int(plan.ends[member]), released)
+  return released
+
+
+def _insert(
+  state: state_lib.State,
+  sequence: sequences.Sequence,
+  num_tokens: int,
+  released: list[int],
+) -> None:
+  """Publishes one sequence, and counts the duplicates let go."""
+  for group, count in enumerate(state.index.insert(sequence, num_tokens)):
+    released[group] += count
 
 
 def pending(state: state_lib.State, plan: steps.StepPlan, group: int) -> int:

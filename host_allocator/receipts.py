@@ -13,8 +13,7 @@ import numpy as np
 from host_allocator import pages
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class PrefixMatchReceipt:
+class PrefixMatchReceipt(NamedTuple):
   """What one look-up proved, and what remains to be executed (§0x07G).
 
   Attributes:

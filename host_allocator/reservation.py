@@ -6,17 +6,18 @@ from host_allocator import errors
 from host_allocator import sequences
 from host_allocator import state as state_lib
 from host_allocator import steps
+from host_allocator import tables
 
 _NONE = np.zeros(0, np.int32)
 
 
-def check_counts(counts: np.ndarray) -> int:
+def check_counts(counts: list[int]) -> int:
   """Refuses an empty step or member; returns the rows of the step."""
-  if not len(counts) or np.minimum.reduce(counts) < 1:
+  if not counts or min(counts) < 1:
     raise errors.BadStep(
-      f"a step needs members, of one row or more each: {counts.tolist()}"
+      f"a step needs members, of one row or more each: {counts}"
     )
-  return int(np.add.reduce(counts))
+  return sum(counts)
 
 
 def reserve(
@@ -36,16 +37,9 @@ def reserve(
   Raises:
     BadStep, OutOfPages: Before anything is touched.
   """
-  rows, arrays = batch.rows, state.rows
-  starts = arrays.length[rows]
-  ends = starts + counts
-  writes = arrays.present[rows]
-  _check_known(state, rows, starts, ends)
-  plan = steps.StepPlan(
-    batch.sequences, rows, starts, counts, ends, writes, num_tokens
+  plan = _plan_in_stride(state, batch) or _plan(
+    state, batch, counts, num_tokens
   )
-  plan.has_hidden = bool(np.count_nonzero(writes != starts))
-  plan.has_shared = bool(np.count_nonzero(arrays.private[rows]) < len(rows))
   demands = [_demand(state, plan, group) for group in range(len(state.pools))]
   state.phase("plan.counted")
   _make_room(state, [len(copied) + len(at) for copied, at, _ in demands])
@@ -57,8 +51,57 @@ def reserve(
   except BaseException:
     give_back(state, plan)
     raise
-  arrays.in_step[rows] = True
+  if plan.stride is not None and plan.stride.buffers is not None:
+    plan.stride.buffers.note(plan.groups)
   state.open_plan = plan
+  return plan
+
+
+def _plan_in_stride(
+  state: state_lib.State, batch: sequences.Batch
+) -> steps.StepPlan | None:
+  """A row for each member of a batch that is in stride; else None."""
+  stride = batch.stride
+  if stride is None or stride is not state.rows.stride or not stride.is_ahead:
+    return None
+  return steps.StepPlan(
+    batch.sequences,
+    batch.rows,
+    stride.lengths,
+    batch.ones,
+    stride.next_lengths,
+    stride.lengths,
+    len(batch.rows),
+    stride,
+  )
+
+
+def _plan(
+  state: state_lib.State,
+  batch: sequences.Batch,
+  counts: np.ndarray,
+  num_tokens: int,
+) -> steps.StepPlan:
+  rows, arrays = batch.rows, state.rows
+  starts = arrays.length[rows]
+  ends = starts + counts
+  _check_known(state, rows, starts, ends)
+  if arrays.are_private(rows):
+    return steps.StepPlan(
+      batch.sequences, rows, starts, counts, ends, starts, num_tokens
+    )
+  writes = arrays.present[rows]
+  plan = steps.StepPlan(
+    batch.sequences,
+    rows,
+    starts,
+    counts,
+    ends,
+    writes,
+    num_tokens,
+    has_hidden=writes.tobytes() != starts.tobytes(),
+  )
+  plan.has_shared = steps.has_tails(plan, state.bundle)
   return plan
 
 
@@ -72,7 +115,7 @@ def _check_known(
   state: state_lib.State, rows: np.ndarray, starts: np.ndarray, ends: np.ndarray
 ) -> None:
   beyond = ends > state.rows.num_tokens[rows]
-  if np.count_nonzero(beyond):
+  if b"\1" in beyond.tobytes():
     at = int(beyond.argmax())
     raise errors.BadStep(
       f"rows {starts[at]}..{ends[at] - 1} asked of a sequence of"
@@ -90,6 +133,9 @@ def _demand(
     member and its column in the table.
   """
   size = state.pools[group].page_size
+  if plan.stride is not None:
+    members, _ = plan.stride.full(size)
+    return _NONE, members, plan.writes[members] // size
   if plan.is_decode:
     # At most one fresh page each, where the last one is full.
     full = plan.writes % size == 0
@@ -129,10 +175,9 @@ def _make_room(state: state_lib.State, needed: list[int]) -> None:
   Eviction is an epoch of its own and stays, whatever becomes of the step.
   """
   shortage = [
-    max(need - pool.num_free, 0)
-    for need, pool in zip(needed, state.pools, strict=True)
+    need - pool.num_free for need, pool in zip(needed, state.pools, strict=True)
   ]
-  if not any(shortage):
+  if max(shortage) <= 0:
     return
   lacking = [
     group
@@ -150,7 +195,7 @@ def _make_room(state: state_lib.State, needed: list[int]) -> None:
         )
       },
     )
-  state.index.evict(shortage)
+  state.index.evict([max(count, 0) for count in shortage])
   state.epoch += 1
   state.phase("plan.evicted")
 
@@ -162,13 +207,13 @@ def _group_plan(
   copied: np.ndarray,
   members: np.ndarray,
   columns: np.ndarray,
-) -> steps.GroupPlan:
+) -> tables.GroupPlan:
   pool = state.pools[group]
   pages = pool.take(len(copied) + len(members))
   if not len(copied):
-    return steps.GroupPlan(members, columns, pages, _NONE, _NONE)
+    return tables.GroupPlan(members, columns, pages, _NONE, _NONE)
   tails = plan.writes[copied] // pool.page_size
-  return steps.GroupPlan(
+  return tables.GroupPlan(
     members=np.concatenate([copied, members]),
     columns=np.concatenate([tails, columns]),
     pages=pages,

@@ -13,6 +13,7 @@ import numpy as np
 from host_allocator import errors
 from host_allocator import layout as layout_lib
 from host_allocator import receipts
+from host_allocator import strides
 
 
 class Sequence:
@@ -123,22 +124,32 @@ class Batch:
     generations: int64 `[n]`, their generations.
     ones: int32 `[n]`, a row each: what a decode step computes.
     checked_at: `num_closed` when they were last seen to be open.
+    stride: Of its decode steps; counts only while it is the rows' stride.
   """
 
-  __slots__ = ("checked_at", "generations", "ones", "rows", "sequences")
+  __slots__ = (
+    "checked_at",
+    "generations",
+    "ones",
+    "rows",
+    "sequences",
+    "stride",
+  )
 
   def __init__(
     self,
     sequences: tuple[Sequence, ...],
     rows: np.ndarray,
     generations: np.ndarray,
+    ones: np.ndarray,
     checked_at: int,
   ):
     self.sequences = sequences
     self.rows = rows
     self.generations = generations
-    self.ones = np.ones(len(rows), np.int32)
+    self.ones = ones
     self.checked_at = checked_at
+    self.stride: strides.Stride | None = None
 
 
 class SequenceRows:
@@ -156,11 +167,12 @@ class SequenceRows:
       publishing more is only raising `published`.
     private: bool, the last page is held by nobody else and by no index further
       than `present`: the next row may be written in place. False says nothing.
-    in_step: bool, the sequence is a member of the open step.
     leased: int32 per group, the page it reads rows of by lease, or 0; that page
       is in its table too, and is copied before the next write.
     generations: int64, odd while the row is open.
     num_closed: sequences closed so far.
+    stride: of the batch that changed lengths last, if nothing else has changed
+      any row since; set it to None when changing anything.
     versions: int64, see `Sequence.table_version`.
     keys: per row, the int32 index keys of its tokens: the row of `tokens`, or a
       copy with side inputs put in.
@@ -186,7 +198,6 @@ class SequenceRows:
     self.published = np.zeros(max_sequences, np.int32)
     self.growing = np.zeros(max_sequences, np.bool_)
     self.private = np.zeros(max_sequences, np.bool_)
-    self.in_step = np.zeros(max_sequences, np.bool_)
     self.leased = tuple(
       np.zeros(max_sequences, np.int32) for _ in layout.groups
     )
@@ -194,8 +205,9 @@ class SequenceRows:
     self.versions = np.zeros(max_sequences, np.int64)
     self.has_own_keys = np.zeros(max_sequences, np.bool_)
     self._num_own_keys = 0
-    self._stamp = np.zeros(max_sequences, np.intp)
+    self._ones = np.ones(max_sequences, np.int32)
     self.num_closed = 0
+    self.stride: strides.Stride | None = None
     self._flat_tokens = self.tokens.reshape(-1)
     self._flat_tables = tuple(table.reshape(-1) for table in self.tables)
     self.keys = list(self.tokens)
@@ -219,15 +231,13 @@ class SequenceRows:
       SequenceClosed, DeviceLost, BadStep.
     """
     sequences = tuple(members)
-    rows = np.array([each.row_or_closed for each in sequences], np.intp)
-    if len(rows):
-      if np.minimum.reduce(rows) < 0:
-        _ = [each.row for each in sequences]  # Raises for the closed one.
-      order = np.arange(len(rows))
-      self._stamp[rows] = order
-      if np.count_nonzero(self._stamp[rows] != order):
-        raise errors.BadStep("a sequence is named twice in one batch")
-    return Batch(sequences, rows, self.generations[rows], self.num_closed)
+    numbers = [each.row_or_closed for each in sequences]
+    if len(set(numbers)) < len(numbers) or -1 in numbers:
+      _ = [each.row for each in sequences]  # Raises for the closed one.
+      raise errors.BadStep("a sequence is named twice in one batch")
+    rows = np.array(numbers, np.intp)
+    ones = self._ones[: len(rows)]
+    return Batch(sequences, rows, self.generations[rows], ones, self.num_closed)
 
   def check_batch(self, batch: Batch) -> None:
     """Refuses a batch with a member that was closed since it was made."""
@@ -257,12 +267,13 @@ class SequenceRows:
   def give_back(self, sequence: Sequence) -> None:
     """Closes a sequence's row; its pages have been dropped already."""
     row = sequence.row
+    self.stride = None
     for group, table_rows in enumerate(self.table_rows):
       table_rows[row][: self.num_pages(row, group)] = 0
       self.leased[group][row] = 0
     self.num_tokens[row] = self.length[row] = 0
     self.present[row] = self.published[row] = 0
-    self.growing[row] = self.private[row] = self.in_step[row] = False
+    self.growing[row] = self.private[row] = False
     self.generations[row] += 1
     self.num_closed += 1
     self.versions[row] = 0
@@ -289,27 +300,69 @@ class SequenceRows:
     self.has_own_keys[row] = True
     self._num_own_keys += 1
 
-  def append(self, rows: np.ndarray, tokens: np.ndarray) -> None:
+  def append(
+    self, rows: np.ndarray, tokens: np.ndarray
+  ) -> tuple[np.ndarray, np.ndarray]:
     """Makes each row know one token more than it knew.
+
+    Returns:
+      How many each knew, int32; and where the new ones are in all rows laid end
+      to end, intp.
 
     Raises:
       PromptTooLong: Where a row is full; nothing was added.
     """
     known = self.num_tokens[rows]
-    if np.count_nonzero(known >= self.max_length):
+    if len(known) and known[known.argmax()] >= self.max_length:
       raise errors.PromptTooLong(
         f"a sequence has max_length={self.max_length} tokens already"
       )
+    self.stride = None
     # One flat index costs a quarter of a pair of indices.
-    self._flat_tokens[rows * self.max_length + known] = tokens
+    places = rows * self.max_length + known
+    self._flat_tokens[places] = tokens
     self.num_tokens[rows] = known + 1
     if self._num_own_keys:
-      for i in np.flatnonzero(self.has_own_keys[rows]).tolist():
-        self.keys[rows[i]][known[i]] = tokens[i]
+      self._append_keys(rows, known, tokens)
+    return known, places
+
+  def append_to_batch(self, batch: Batch, tokens: np.ndarray) -> None:
+    """The same for a batch that is kept, and may come to be in stride."""
+    rows, stride = batch.rows, batch.stride
+    if stride is None or stride is not self.stride:
+      known, places = self.append(rows, tokens)
+      # Each must have computed all that it knew, in pages of its own.
+      is_even = self.length[rows].tobytes() == known.tobytes()
+      if len(rows) and is_even and self.are_private(rows):
+        spare = self.max_length - int(known[known.argmax()]) - 1
+        stride = strides.Stride(rows, known, batch.ones, places, spare)
+        self.stride = batch.stride = stride
+    elif stride.append():
+      self._flat_tokens[stride.token_places] = tokens
+      self.num_tokens[rows] = stride.next_lengths
+      if self._num_own_keys:
+        self._append_keys(rows, stride.lengths, tokens)
+    else:
+      self.append(rows, tokens)
+
+  def are_private(self, rows: np.ndarray) -> bool:
+    """Whether all of the rows are `private`."""
+    return b"\0" not in self.private[rows].tobytes()
+
+  def _append_keys(
+    self, rows: np.ndarray, known: np.ndarray, tokens: np.ndarray
+  ) -> None:
+    """Appends to the keys that are not the rows' tokens themselves."""
+    for i in np.flatnonzero(self.has_own_keys[rows]).tolist():
+      self.keys[rows[i]][known[i]] = tokens[i]
 
   def tokens_at(self, rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
     """`tokens[rows, positions]`."""
     return self._flat_tokens[rows * self.max_length + positions]
+
+  def tokens_in(self, places: np.ndarray) -> np.ndarray:
+    """Tokens by their places in all rows laid end to end."""
+    return self._flat_tokens[places]
 
   def pages_at(
     self, group: int, rows: np.ndarray, columns: np.ndarray

@@ -129,7 +129,7 @@ class State:
       SequenceClosed, DeviceLost, SequenceInStep.
     """
     row = sequence.row
-    if self.rows.in_step[row]:
+    if self.open_plan is not None and row in self.open_plan.rows:
       raise errors.SequenceInStep(
         f"the sequence in row {row} is a member of the open step"
       )

@@ -16,34 +16,11 @@ import functools
 
 import numpy as np
 
+from host_allocator import buffers
 from host_allocator import errors
 from host_allocator import sequences as sequences_lib
+from host_allocator import strides
 from host_allocator import tables
-
-
-@dataclasses.dataclass(eq=False, slots=True)
-class GroupPlan:
-  """What one cache group contributes to a step.
-
-  `members`, `columns` and `pages` are the table entries that commit will write:
-  first the copies' destinations, then the fresh pages.
-  """
-
-  members: np.ndarray  # intp [m], indices into the batch
-  columns: np.ndarray  # [m]
-  pages: np.ndarray  # intp [m], reserved
-  copy_sources: np.ndarray  # int32 [c]
-  copy_rows: np.ndarray  # int32 [c]
-
-  @property
-  def num_copies(self) -> int:
-    """Pages copied."""
-    return len(self.copy_sources)
-
-  @property
-  def num_copied_rows(self) -> int:
-    """Rows copied."""
-    return int(self.copy_rows.sum()) if len(self.copy_rows) else 0
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -58,9 +35,10 @@ class StepPlan:
     ends: int32 `[n]`, `starts + counts`.
     writes: int32 `[n]`, first row each writes to a page.
     num_tokens: Rows computed in all.
-    groups: Per cache group.
+    stride: Of the batch, where it was in stride when this was planned.
     has_hidden: Whether a row is computed that is not written: see above.
     has_shared: Whether a member's last page may be somebody else's too.
+    groups: Per cache group.
     cancelled: Members to be closed when the step ends.
   """
 
@@ -71,9 +49,10 @@ class StepPlan:
   ends: np.ndarray
   writes: np.ndarray
   num_tokens: int
-  groups: list[GroupPlan] = dataclasses.field(default_factory=list)
+  stride: strides.Stride | None = None
   has_hidden: bool = False
   has_shared: bool = False
+  groups: list[tables.GroupPlan] = dataclasses.field(default_factory=list)
   cancelled: list[sequences_lib.Sequence] = dataclasses.field(
     default_factory=list
   )
@@ -100,6 +79,14 @@ class StepPlan:
     )
 
 
+def has_tails(plan: StepPlan, bundle: int) -> bool:
+  """Whether a member may write on in a page that is partly filled.
+
+  One that is full is written by nobody, whoever shares it.
+  """
+  return bool(np.count_nonzero(plan.writes % bundle))
+
+
 def shared_tails(
   plan: StepPlan, rows: sequences_lib.SequenceRows, group: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -118,7 +105,7 @@ def shared_tails(
 def pack(
   plan: StepPlan, rows: sequences_lib.SequenceRows, packing: tables.Packing
 ) -> np.ndarray:
-  """Fills a fresh buffer with a step, as `tables.Packing` describes it.
+  """Fills a buffer with a step, as `tables.Packing` describes it.
 
   Args:
     plan: An open plan.
@@ -126,39 +113,78 @@ def pack(
     packing: A shape that holds the step, and the cache's table widths.
 
   Returns:
-    int32 `[packing.size]`; never reused, for `device_put` may alias it.
+    int32 `[packing.size]`; not written to again while anybody holds it, or a
+    view of it, for `device_put` may alias it.
 
   Raises:
     ShapeOverflow: Where the step does not fit the shape.
     LayoutError: Where the widths are not the cache's.
   """
   _check_fits(plan, rows, packing)
-  buffer = np.empty(packing.size, np.int32)
-  num_sequences, slices = len(plan.rows), packing.slices
+  stride = plan.stride if plan.stride is rows.stride else None
   if plan.is_decode:
-    member, positions = np.arange(num_sequences), plan.starts
-    head = _decode_head(packing, num_sequences)
-    buffer[: len(head)] = head
+    buffer = _decode_buffer(plan, rows, packing, stride)
+    member, positions = np.arange(len(plan.rows)), plan.starts
+    if stride is not None:
+      tokens = rows.tokens_in(stride.token_places)
+    else:
+      tokens = rows.tokens_at(plan.rows, positions)
   else:
+    buffer = np.empty(packing.size, np.int32)
     member, positions = _members(plan)
     _fill_ragged(packing, buffer, plan, member)
-  count = len(member)
-  buffer[slices["tokens", None]][:count] = rows.tokens_at(
-    plan.rows if plan.is_decode else plan.rows[member], positions
-  )
+    _fill_tables(packing, buffer, plan, rows)
+    tokens = rows.tokens_at(plan.rows[member], positions)
+  count, slices = len(member), packing.slices
+  buffer[slices["tokens", None]][:count] = tokens
   buffer[slices["positions", None]][:count] = positions
-  buffer[slices["context_lens", None]][:num_sequences] = plan.ends
-  for index, group in enumerate(plan.groups):
-    table = packing.field(buffer, "page_table", index)
-    _fill_table(table, rows.tables[index], plan, group)
-    page_size = rows.page_sizes[index]
-    # Rows of a C-ordered table, by one flat index.
-    pages = table.reshape(-1)[member * table.shape[1] + positions // page_size]
-    slots = buffer[slices["slots", index]]
+  buffer[slices["context_lens", None]][: len(plan.rows)] = plan.ends
+  for group, size in enumerate(rows.page_sizes):
+    slots = buffer[slices["slots", group]]
     slots[count:] = 0
-    np.add(pages * page_size, positions % page_size, out=slots[:count])
-    if plan.has_hidden:
-      slots[:count][positions < plan.writes[member]] = 0
+    known = None
+    if stride is not None:
+      known = stride.next_slots(group, size, plan.groups[group])
+    if known is None:
+      table = packing.field(buffer, "page_table", group)
+      known = _slots(table, member, positions, size)
+      if plan.has_hidden:
+        known[positions < plan.writes[member]] = 0
+      if stride is not None:
+        stride.keep_slots(group, known)
+    slots[:count] = known
+  return buffer
+
+
+def _slots(
+  table: np.ndarray, member: np.ndarray, positions: np.ndarray, page_size: int
+) -> np.ndarray:
+  """Where the row at each position of each member goes, int32."""
+  columns, offsets = np.divmod(positions, page_size)
+  # Rows of a C-ordered table, by one flat index.
+  pages = table.reshape(-1)[member * table.shape[1] + columns]
+  return pages * page_size + offsets
+
+
+def _decode_buffer(
+  plan: StepPlan,
+  rows: sequences_lib.SequenceRows,
+  packing: tables.Packing,
+  stride: strides.Stride | None,
+) -> np.ndarray:
+  """A buffer with the step's page tables, and what no decode step changes."""
+  if stride is not None and stride.buffers is not None:
+    lent = stride.buffers.lend(packing)
+    if lent is not None:
+      return lent
+  buffer = np.empty(packing.size, np.int32)
+  head = _decode_head(packing, len(plan.rows))
+  buffer[: len(head)] = head
+  _fill_tables(packing, buffer, plan, rows)
+  if stride is not None:
+    if stride.buffers is None:
+      stride.buffers = buffers.Buffers()
+    stride.buffers.keep(packing, buffer)
   return buffer
 
 
@@ -211,15 +237,21 @@ def _members(plan: StepPlan) -> tuple[np.ndarray, np.ndarray]:
   return member, np.arange(plan.num_tokens) + (plan.starts - first)[member]
 
 
-def _fill_table(
-  table: np.ndarray, rows: np.ndarray, plan: StepPlan, group: GroupPlan
+def _fill_tables(
+  packing: tables.Packing,
+  buffer: np.ndarray,
+  plan: StepPlan,
+  rows: sequences_lib.SequenceRows,
 ) -> None:
-  """Gathers the members' rows and puts in what the step has reserved."""
+  """Gathers the members' tables and puts in what the step has reserved."""
   count = len(plan.rows)
-  np.take(rows, plan.rows, axis=0, out=table[:count], mode="clip")
-  table[count:] = 0
-  if len(group.pages):
-    table[group.members, group.columns] = group.pages
+  for group, part in enumerate(plan.groups):
+    table = packing.field(buffer, "page_table", group)
+    np.take(
+      rows.tables[group], plan.rows, axis=0, out=table[:count], mode="clip"
+    )
+    table[count:] = 0
+    packing.enter(buffer, group, part)
 
 
 def _check_fits(

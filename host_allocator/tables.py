@@ -43,6 +43,31 @@ class StepShape:
     return self.num_tokens == self.num_sequences
 
 
+@dataclasses.dataclass(eq=False, slots=True)
+class GroupPlan:
+  """The pages that one cache group contributes to a step.
+
+  `members`, `columns` and `pages` are the table entries that commit will write:
+  first the copies' destinations, then the fresh pages.
+  """
+
+  members: np.ndarray  # intp [m], indices into the batch
+  columns: np.ndarray  # [m]
+  pages: np.ndarray  # intp [m], reserved
+  copy_sources: np.ndarray  # int32 [c]
+  copy_rows: np.ndarray  # int32 [c]
+
+  @property
+  def num_copies(self) -> int:
+    """Pages copied."""
+    return len(self.copy_sources)
+
+  @property
+  def num_copied_rows(self) -> int:
+    """Rows copied."""
+    return int(self.copy_rows.sum()) if len(self.copy_rows) else 0
+
+
 @dataclasses.dataclass(frozen=True)
 class Packing:
   """Where the fields of one step lie in its flat int32 buffer.
@@ -106,6 +131,12 @@ class Packing:
     """
     key = name, group
     return buffer[self.slices[key]].reshape(self._shapes[key])
+
+  def enter(self, buffer: np.ndarray, group: int, part: GroupPlan) -> None:
+    """Writes the pages of a step into a group's page table."""
+    if len(part.pages):
+      table = self.field(buffer, "page_table", group)
+      table[part.members, part.columns] = part.pages
 
 
 @functools.lru_cache(maxsize=64)

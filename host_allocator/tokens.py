@@ -1,6 +1,6 @@
 """Token ids as a caller has them, to int32 with every id checked (R14)."""
 
-import struct
+import array
 from collections.abc import Sequence
 
 import numpy as np
@@ -8,6 +8,7 @@ import numpy as np
 from host_allocator import errors
 
 _INT32 = np.dtype(np.int32)
+_UINT32 = np.dtype(np.uint32)
 _INT32_IDS = 2**31
 
 
@@ -42,23 +43,30 @@ def to_array(
   else:
     ids = _from_list(tokens)
   if ids.dtype is _INT32:
-    # Negative ids are the largest of the unsigned ones.
-    if not len(ids) or np.maximum.reduce(ids.view(np.uint32)) < token_limit:
-      return ids
-  elif not len(ids) or 0 <= ids.min() <= ids.max() < token_limit:
-    return ids.astype(_INT32)
-  bad = next(i for i in ids.tolist() if not 0 <= i < token_limit)
+    ids = ids.view(_UINT32)  # Negative ids become the largest of all.
+  if not len(ids) or _are_within(ids, token_limit):
+    return ids.view(_INT32) if ids.dtype is _UINT32 else ids.astype(_INT32)
+  given = tokens.tolist() if isinstance(tokens, np.ndarray) else tokens
+  bad = next(i for i in given if not 0 <= i < token_limit)
   raise errors.TokenOutOfRange(
     f"token id {bad} is not within 0..{token_limit - 1}"
   )
 
 
+def _are_within(ids: np.ndarray, token_limit: int) -> bool:
+  if ids.dtype is _UINT32:
+    return bool(ids[ids.argmax()] < token_limit)  # Faster than a reduction.
+  return bool(0 <= ids.min() <= ids.max() < token_limit)
+
+
 def _from_list(tokens: Sequence[int]) -> np.ndarray:
-  """A list as int32, or as objects where an id does not fit."""
+  """A list as uint32, or as objects where an id does not fit."""
   try:
-    # Ten times faster than np.array, and refuses fractions and strings.
-    return np.frombuffer(struct.pack(f"{len(tokens)}i", *tokens), _INT32)
-  except struct.error:
+    # Four times faster than np.array, and refuses negative numbers, fractions
+    # and strings. What is not a list might be raw bytes to it.
+    packed = array.array("I", tokens if isinstance(tokens, list) else [*tokens])
+    return np.frombuffer(packed, _UINT32)
+  except (TypeError, OverflowError):
     whole = [each for each in tokens if isinstance(each, int | np.integer)]
     if len(whole) == len(tokens):
       return np.array(whole, object)

@@ -315,7 +315,7 @@ class KVCache:
     return self._packings[shape]
 
   def _begin(self, packed: np.ndarray, shape: tables.StepShape) -> Step:
-    # `packed` is fresh every step: the device array may alias it.
+    # The device array may alias `packed`, which does not change while it does.
     arrays = step_lib.StepArrays(jax.device_put(packed), self._packing(shape))
     self._open_step = Step(arrays, self._pages)
     return self._open_step

@@ -23,7 +23,8 @@ import numpy as np
 
 from host_allocator import sequences
 
-_TOKEN = 4  # Bytes of a token in a key.
+TOKEN_BYTES = 4  # Of a token in a key.
+_NO_KEY = np.zeros(0, np.int32)
 
 NodeT = TypeVar("NodeT", bound="Node")
 
@@ -51,10 +52,12 @@ class Node:
 
   A node that a live sequence is still growing has `owner >= 0`; its end is then
   `published[owner]`, and its key and pages are views of that sequence's rows.
+  Any other is sealed, and its key is a view of its `data`.
 
   Attributes:
     start: Tokens before it on the path, whole bundles.
     key: int32 index keys from `start` on; `end - start` of them count.
+    data: The key as bytes, for one comparison of memory; b"" while owned.
     pages: Per group, page ids from `start` on; those up to `end` count.
     queued: Rank of its latest entry in the eviction queue, or None.
   """
@@ -62,6 +65,7 @@ class Node:
   __slots__ = (
     "children",
     "created",
+    "data",
     "digest",
     "hits",
     "key",
@@ -76,30 +80,29 @@ class Node:
     "start",
   )
 
-  def __init__(
-    self,
-    root: Root,
-    parent: "Node | None",
-    start: int,
-    end: int,
-    key: np.ndarray,
-    pages: tuple[np.ndarray, ...],
-    clock: int,
-  ):
+  def __init__(self, root: Root, parent: "Node | None", start: int, clock: int):
     self.root = root
     self.parent = parent
     # None, never empty.
     self.children: Children[Node] | None = None
-    self.start = start
-    self.sealed_end = end
+    self.start = self.sealed_end = start
     self.owner = -1
-    self.key = key
-    self.pages = pages
+    self.data = b""
+    self.key = _NO_KEY
+    self.pages: tuple[np.ndarray, ...] = ()
     self.created = self.last_used = clock
     self.hits = 0
     self.priority = 0
     self.queued: tuple[int, ...] | None = None
     self.digest = b""
+
+  def seal(self, end: int, data: bytes, pages: tuple[np.ndarray, ...]) -> None:
+    """Gives the node a key and pages of its own."""
+    self.owner = -1
+    self.sealed_end = end
+    self.data = data
+    self.key = np.frombuffer(data, np.int32)
+    self.pages = pages
 
 
 class Children(Generic[NodeT]):
@@ -126,17 +129,17 @@ class Children(Generic[NodeT]):
   def add(self, key: bytes, node: NodeT) -> None:
     """Adds a child, or replaces the one with that key."""
     if self._by_token is not None and key not in self.by_key:
-      bisect.insort(self._by_token.setdefault(key[:_TOKEN], []), key)
+      bisect.insort(self._by_token.setdefault(key[:TOKEN_BYTES], []), key)
     self.by_key[key] = node
 
   def remove(self, key: bytes) -> None:
     """Removes the child with that key."""
     del self.by_key[key]
     if self._by_token is not None:
-      keys = self._by_token[key[:_TOKEN]]
+      keys = self._by_token[key[:TOKEN_BYTES]]
       del keys[bisect.bisect_left(keys, key)]
       if not keys:
-        del self._by_token[key[:_TOKEN]]
+        del self._by_token[key[:TOKEN_BYTES]]
 
   def nearest(self, bundle: bytes) -> tuple[NodeT | None, int]:
     """The child whose first bundle shares the most leading tokens.
@@ -150,8 +153,8 @@ class Children(Generic[NodeT]):
     if self._by_token is None:
       self._by_token = {}
       for key in sorted(self.by_key):
-        self._by_token.setdefault(key[:_TOKEN], []).append(key)
-    keys = self._by_token.get(bundle[:_TOKEN])
+        self._by_token.setdefault(key[:TOKEN_BYTES], []).append(key)
+    keys = self._by_token.get(bundle[:TOKEN_BYTES])
     if keys is None:
       return None, 0
     at = bisect.bisect_left(keys, bundle)
@@ -168,8 +171,8 @@ def common_tokens(a: bytes, b: bytes) -> int:
     b[:size], "little"
   )
   if not differ:
-    return size // _TOKEN
-  return ((differ & -differ).bit_length() - 1) // (8 * _TOKEN)
+    return size // TOKEN_BYTES
+  return ((differ & -differ).bit_length() - 1) // (8 * TOKEN_BYTES)
 
 
 class PrefixMatch(NamedTuple):

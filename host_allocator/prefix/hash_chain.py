@@ -53,7 +53,7 @@ class HashChainIndex(forest.Forest):
     node, depth = self._place(sequence)
     keys = self._rows.keys[sequence.row]
     while depth < num_tokens:
-      bundle = keys[depth : min(depth + self._bundle, num_tokens)]
+      bundle = keys[depth : min(depth + self._bundle, num_tokens)].tobytes()
       child = self._find(node, bundle)
       if child is None:
         child, shared = self._nearest(node, bundle)
@@ -64,101 +64,86 @@ class HashChainIndex(forest.Forest):
       node, depth = child, child.sealed_end
     return base.PrefixMatch(depth, path)
 
-  def settle(
-    self,
-    sequence: sequences.Sequence,
-    match: base.PrefixMatch,
-    num_tokens: int,
+  def _insert(
+    self, sequence: sequences.Sequence, num_tokens: int, released: list[int]
   ) -> None:
-    """Makes the first `num_tokens` of a match the sequence's own place."""
-    self._clock += 1
-    aligned = num_tokens - num_tokens % self._bundle
-    path = [node for node in match.path if node.start < num_tokens]
-    last = path[-1]
-    if num_tokens < last.sealed_end:
-      path.pop()
-    self._use(path, sequence.priority)
-    self._rows.published[sequence.row] = aligned
-    sequence.node = last
-    sequence.node, _ = self._place(sequence)
-    sequence.lease_node = last if aligned < num_tokens else None
-
-  def insert(self, sequence: sequences.Sequence, num_tokens: int) -> list[int]:
-    """Publishes a sequence's rows up to `num_tokens`."""
-    released = [0] * len(self._pools)
-    if not self._partial_tails:
-      num_tokens -= num_tokens % self._bundle
+    """Publishes what a sequence has not published yet, up to `num_tokens`."""
     row = sequence.row
-    if not sequence.root.alive or num_tokens <= self._rows.published[row]:
-      return released
-    self._clock += 1
     node, depth = self._place(sequence)
     keys = self._rows.keys[row]
     while depth < num_tokens:
       stop = min(depth + self._bundle, num_tokens)
-      bundle = keys[depth:stop]
+      bundle = keys[depth:stop].tobytes()
       child = self._find(node, bundle)
       if child is None:
         rival, shared = self._nearest(node, bundle)
-        if shared == len(bundle):
+        if shared == stop - depth:
           break  # A partial tail, and all of it is there.
         if rival is not None and shared == rival.sealed_end - depth:
           self._trim(rival, depth)  # Its rows are in ours too.
-        child = self._attach(sequence, node, depth, stop)
+        child = self._attach(sequence, node, bundle, depth, stop)
       elif child.sealed_end % self._bundle:
         break
       else:
-        counts = self._share(sequence, child, depth, stop)
-        released = [a + b for a, b in zip(released, counts, strict=True)]
+        self._share(sequence, child, depth, stop, released)
       node, depth = child, stop
     self._rows.published[row] = depth
     sequence.node = node
-    return released
 
   def grow(self, rows: np.ndarray, num_tokens: np.ndarray) -> None:
     """Publishes further bundles: rows of a hash chain are never `growing`."""
     raise AssertionError("a hash chain has no leaf to grow")
 
-  def _find(self, node: base.Node, bundle: np.ndarray) -> base.Node | None:
+  def _find(self, node: base.Node, bundle: bytes) -> base.Node | None:
     """The child of a node with exactly these keys."""
-    if len(bundle) < self._bundle:
+    if len(bundle) < self._bundle * base.TOKEN_BYTES:
       children = node.children
-      return children.by_key.get(bundle.tobytes()) if children else None
+      return children.by_key.get(bundle) if children else None
     child = self._by_digest.get(self._digest(node, bundle))
     if child is None or child.parent is not node:
       return None
-    return child if np.array_equal(child.key, bundle) else None
+    return child if child.data == bundle else None
 
-  def _digest(self, node: base.Node, bundle: np.ndarray) -> bytes:
+  def _digest(self, node: base.Node, bundle: bytes) -> bytes:
     extras: tuple[str, ...] = ()
-    keys = bundle
-    if len(self._side_input_keys) and bundle.min() < 0:
-      extras = self._side_input_keys.describe(bundle)
-      keys = np.maximum(bundle, -1)  # Their numbers differ between processes.
-    return self._key_function(node.digest, keys.tobytes(), extras)
+    if len(self._side_input_keys):
+      keys = np.frombuffer(bundle, np.int32)
+      if keys.min() < 0:
+        extras = self._side_input_keys.describe(keys)
+        # Their numbers differ between processes.
+        bundle = np.maximum(keys, -1).tobytes()
+    return self._key_function(node.digest, bundle, extras)
 
   def _attach(
-    self, sequence: sequences.Sequence, node: base.Node, start: int, stop: int
+    self,
+    sequence: sequences.Sequence,
+    node: base.Node,
+    bundle: bytes,
+    start: int,
+    stop: int,
   ) -> base.Node:
+    """Publishes the bundle of rows `[start, stop)` below a node."""
     row, pages = sequence.row, []
     for group, pool in enumerate(self._pools):
       first, last = start // pool.page_size, -(-stop // pool.page_size)
       ids = self._rows.table_rows[group][row][first:last].astype(np.intp)
       pool.publish(ids)
       pages.append(ids)
-    key = self._rows.keys[row][start:stop].copy()
-    child = base.Node(
-      sequence.root, node, start, stop, key, tuple(pages), self._clock
-    )
+    child = base.Node(sequence.root, node, start, self._clock)
+    child.seal(stop, bundle, tuple(pages))
     child.priority = sequence.priority
     if stop - start == self._bundle:
-      child.digest = self._digest(node, key)
+      child.digest = self._digest(node, bundle)
       self._by_digest[child.digest] = child
     if node.children is None:
       node.children = base.Children()
-    node.children.add(key.tobytes(), child)
+    node.children.add(bundle, child)
     self._report_stored(child, start, stop)
     return child
+
+  def _reach(self, node: base.Node, stop: int) -> list[base.Node]:
+    """The part of a node up to a whole bundle at `stop`: a node is a bundle."""
+    return []
 
   def _forget(self, node: base.Node) -> None:
     """Removes what finds a node besides its parent's children."""

@@ -26,11 +26,11 @@ class RadixIndex(forest.Forest):
     self, sequence: sequences.Sequence, num_tokens: int
   ) -> base.PrefixMatch:
     """The longest prefix of a sequence's keys; changes nothing."""
-    node, depth = self._place(sequence)
     path: list[base.Node] = []
     if not sequence.root.alive:
       return base.PrefixMatch(0, path)
     keys = self._rows.keys[sequence.row]
+    node, depth = self._place(sequence)
     while depth < num_tokens:
       stop = min(self.end(node), num_tokens)
       if depth < stop:
@@ -42,10 +42,8 @@ class RadixIndex(forest.Forest):
           break
       if node.children is None:
         break
-      bundle = keys[depth : depth + self._bundle]
-      if depth + self._bundle > num_tokens:
-        bundle = keys[depth:num_tokens]
-      child = node.children.by_key.get(bundle.tobytes())
+      bundle = keys[depth : min(depth + self._bundle, num_tokens)].tobytes()
+      child = node.children.by_key.get(bundle)
       if child is None:
         child, shared = self._nearest(node, bundle)
         if child is not None:
@@ -55,73 +53,60 @@ class RadixIndex(forest.Forest):
       node = child
     return base.PrefixMatch(depth, path)
 
-  def settle(
-    self,
-    sequence: sequences.Sequence,
-    match: base.PrefixMatch,
-    num_tokens: int,
+  def _insert(
+    self, sequence: sequences.Sequence, num_tokens: int, released: list[int]
   ) -> None:
-    """Makes the first `num_tokens` of a match the sequence's own place."""
-    self._clock += 1
-    aligned = num_tokens - num_tokens % self._bundle
-    path = [node for node in match.path if node.start < num_tokens]
-    last = path[-1]
-    if num_tokens < self.end(last):
-      path.pop()
-      if last.start < aligned:
-        path.append(self._split(last, aligned))
-    self._use(path, sequence.priority)
-    self._rows.published[sequence.row] = aligned
-    sequence.node = last
-    sequence.node, _ = self._place(sequence)
-    sequence.lease_node = last if aligned < num_tokens else None
-
-  def insert(self, sequence: sequences.Sequence, num_tokens: int) -> list[int]:
-    """Publishes a sequence's rows up to `num_tokens`."""
-    released = [0] * len(self._pools)
-    if not self._partial_tails:
-      num_tokens -= num_tokens % self._bundle
+    """Publishes what a sequence has not published yet, up to `num_tokens`."""
     row = sequence.row
-    if not sequence.root.alive or num_tokens <= self._rows.published[row]:
-      return released
-    self._clock += 1
     if self._rows.growing[row]:
       self._grow(sequence.node, row, num_tokens)
-      return released
+      return
     self.detach(sequence)  # Less than a bundle; taken over again below.
     node, depth = self._place(sequence)
     keys = self._rows.keys[row]
     while True:
       end = self.end(node)
       if depth < end:
-        stop = min(end, num_tokens)
-        reached = depth + self._common(node, keys, depth, stop)
-        whole = reached - reached % self._bundle
-        for group, count in enumerate(
-          self._share(sequence, node, depth, whole)
-        ):
-          released[group] += count
-        depth = whole
+        reached, depth = self._join(sequence, node, depth, num_tokens, released)
         if reached == num_tokens:
           break  # All there, a partial tail as part of the node's.
         if reached < end:
-          upper = self._split(node, depth)
-          node = self._attach(sequence, upper, depth, num_tokens)
+          node = self._attach(sequence, self._split(node, depth), num_tokens)
           break
         if depth < end:  # Our rows go on where its partial tail ends.
           self._take_over(node, sequence, num_tokens)
           break
-      if depth == num_tokens:
+      elif depth == num_tokens:
         break
       child = self._next(node, keys, depth, num_tokens)
       if child is None:
-        node = self._attach(sequence, node, depth, num_tokens)
+        node = self._attach(sequence, node, num_tokens)
         break
       node = child
     if node.owner != row:
       self._rows.published[row] = depth
     sequence.node = node
-    return released
+
+  def _join(
+    self,
+    sequence: sequences.Sequence,
+    node: base.Node,
+    depth: int,
+    num_tokens: int,
+    released: list[int],
+  ) -> tuple[int, int]:
+    """Follows a node from `depth`, and shares the whole bundles passed.
+
+    Returns:
+      How far the node has the sequence's tokens, at most to `num_tokens`, and
+      where the last whole bundle of that ends.
+    """
+    keys = self._rows.keys[sequence.row]
+    stop = min(self.end(node), num_tokens)
+    reached = depth + self._common(node, keys, depth, stop)
+    whole = reached - reached % self._bundle
+    self._share(sequence, node, depth, whole, released)
+    return reached, whole
 
   def grow(self, rows: np.ndarray, num_tokens: np.ndarray) -> None:
     """Publishes whole bundles of rows that are growing, a batch at a time.
@@ -141,22 +126,24 @@ class RadixIndex(forest.Forest):
           self._report_stored(sequence.node, start, stop)
     for group, pool in enumerate(self._pools):
       size = pool.page_size
-      for step in range(self._bundle // size):
-        ends = num_tokens - step * size if step else num_tokens
-        at = rows
+      for step in range(1, self._bundle // size + 1):
+        at, columns = rows, num_tokens // size - step
         # A page that holds rows of a partial tail has its entry already.
-        fresh = published <= ends - size
-        if np.count_nonzero(fresh) < len(rows):
-          at, ends = rows[fresh], ends[fresh]
-        pool.publish(self._rows.pages_at(group, at, ends // size - 1))
+        fresh = published <= columns * size
+        if b"\0" in fresh.tobytes():
+          at, columns = rows[fresh], columns[fresh]
+        pages = self._rows.pages_at(group, at, columns)
+        pool.publish(pages.astype(np.intp))
     self._rows.published[rows] = num_tokens
 
   def _common(
     self, node: base.Node, keys: np.ndarray, depth: int, stop: int
   ) -> int:
     """How far the keys follow a node from `depth`, at most to `stop`."""
-    own = node.key[depth - node.start : stop - node.start]
-    return forest.common_length(own, keys[depth:stop])
+    mine, first = keys[depth:stop], depth - node.start
+    if node.data.startswith(mine.data, first * base.TOKEN_BYTES):
+      return stop - depth
+    return forest.common_length(node.key[first : stop - node.start], mine)
 
   def _next(
     self, node: base.Node, keys: np.ndarray, depth: int, num_tokens: int
@@ -164,35 +151,28 @@ class RadixIndex(forest.Forest):
     """The child to go on with: same bundle, or one is a part of the other."""
     if node.children is None:
       return None
-    bundle = keys[depth : min(depth + self._bundle, num_tokens)]
-    child = node.children.by_key.get(bundle.tobytes())
+    stop = min(depth + self._bundle, num_tokens)
+    bundle = keys[depth:stop].tobytes()
+    child = node.children.by_key.get(bundle)
     if child is None:
       child, shared = self._nearest(node, bundle)
-      if child is not None:
-        ours, theirs = len(bundle), self.end(child) - child.start
-        if shared < min(ours, theirs):
-          return None
+      if child is not None and shared < min(stop, self.end(child)) - depth:
+        return None
     return child
 
   def _attach(
-    self,
-    sequence: sequences.Sequence,
-    node: base.Node,
-    depth: int,
-    num_tokens: int,
+    self, sequence: sequences.Sequence, node: base.Node, num_tokens: int
   ) -> base.Node:
-    """Publishes `[depth, num_tokens)` below a node that ends at `depth`."""
+    """Publishes rows up to `num_tokens` below a node's end, a whole bundle."""
     if node.children is None and node.parent is not None:
       self._take_over(node, sequence, num_tokens)
       return node
-    row = sequence.row
-    leaf = base.Node(
-      sequence.root, node, depth, depth, node.key, node.pages, self._clock
-    )
+    row, start = sequence.row, node.sealed_end
+    leaf = base.Node(sequence.root, node, start, self._clock)
     leaf.priority = sequence.priority
     self._own(leaf, row)
-    self._publish(row, depth, num_tokens)
-    self._set_published(leaf, row, depth, num_tokens)
+    self._publish(row, start, num_tokens)
+    self._set_published(leaf, row, start, num_tokens)
     if node.children is None:
       node.children = base.Children()
     node.children.add(self._first_key(leaf), leaf)
@@ -219,8 +199,9 @@ class RadixIndex(forest.Forest):
       self._rows.published[node.owner] = aligned
     self._own(node, row)
     self._publish(row, aligned, num_tokens)
-    for pool, ids in zip(self._pools, old, strict=True):
-      pool.withdraw(ids)
+    if aligned < end:
+      for pool, ids in zip(self._pools, old, strict=True):
+        pool.withdraw(ids)
     self._set_published(node, row, aligned, num_tokens)
     node.priority = max(node.priority, sequence.priority)
     node.last_used = self._clock
@@ -234,33 +215,34 @@ class RadixIndex(forest.Forest):
     """Publishes more of a sequence that owns its leaf."""
     published = int(self._rows.published[row])
     self._publish(row, published, num_tokens)
-    for group, pool in enumerate(self._pools):
-      if published % pool.page_size:  # That page had its entry already.
-        column = published // pool.page_size
-        page = self._rows.table_rows[group][row][column : column + 1]
-        pool.withdraw(page)
     self._set_published(node, row, published, num_tokens)
 
   def _own(self, node: base.Node, row: int) -> None:
     """Makes a node's key and pages views of a row."""
-    node.owner = row
+    node.owner, node.data = row, b""
     node.key = self._rows.keys[row][node.start :]
     node.pages = tuple(
-      table_rows[row][node.start // pool.page_size :]
-      for pool, table_rows in zip(
-        self._pools, self._rows.table_rows, strict=True
-      )
+      [
+        table_rows[row][node.start // pool.page_size :]
+        for pool, table_rows in zip(
+          self._pools, self._rows.table_rows, strict=True
+        )
+      ]
     )
 
   def _publish(self, row: int, start: int, stop: int) -> None:
+    """Enters the pages of `[start, stop)`, but not one that is begun before."""
     for group, pool in enumerate(self._pools):
-      first, last = start // pool.page_size, -(-stop // pool.page_size)
-      pool.publish(self._rows.table_rows[group][row][first:last])
+      first, last = -(-start // pool.page_size), -(-stop // pool.page_size)
+      if first < last:
+        pages = self._rows.table_rows[group][row][first:last]
+        pool.publish(pages.astype(np.intp))
 
   def _set_published(
     self, node: base.Node, row: int, start: int, num_tokens: int
   ) -> None:
-    self._report_stored(node, start, num_tokens)
+    if self._events is not None:
+      self._report_stored(node, start, num_tokens)
     self._rows.published[row] = num_tokens
     self._rows.growing[row] = num_tokens - node.start >= self._bundle
 
@@ -270,38 +252,34 @@ class RadixIndex(forest.Forest):
     Returns:
       The new upper part; `node` stays the lower one.
     """
-    parent, end, size = node.parent, self.end(node), at - node.start
+    parent, size = node.parent, at - node.start
     if parent is None or parent.children is None:
       raise AssertionError("the top has no tokens to split")
     counts = [size // pool.page_size for pool in self._pools]
-    upper = base.Node(
-      node.root,
-      parent,
-      node.start,
+    parts = list(zip(node.pages, counts, strict=True))
+    upper = base.Node(node.root, parent, node.start, node.created)
+    upper.seal(
       at,
-      node.key[:size].copy(),
-      tuple(
-        ids[:count].copy()
-        for ids, count in zip(node.pages, counts, strict=True)
-      ),
-      node.created,
+      node.key[:size].tobytes(),
+      tuple([ids[:count].astype(np.intp) for ids, count in parts]),
     )
     upper.last_used, upper.hits = node.last_used, node.hits
     upper.priority = node.priority
     parent.children.add(self._first_key(node), upper)
     node.start, node.parent = at, upper
     node.key = node.key[size:]
-    node.pages = tuple(
-      ids[count:] for ids, count in zip(node.pages, counts, strict=True)
-    )
+    node.pages = tuple([ids[count:] for ids, count in parts])
     if node.owner < 0:
-      node.key = forest.compact(node.key)
-      node.pages = tuple(forest.compact(ids) for ids in node.pages)
+      self._keep(node, node.sealed_end)
     else:
-      self._rows.growing[node.owner] = end - at >= self._bundle
+      self._rows.growing[node.owner] = self.end(node) - at >= self._bundle
     upper.children = base.Children()
     upper.children.add(self._first_key(node), node)
     return upper
+
+  def _reach(self, node: base.Node, stop: int) -> list[base.Node]:
+    """The part of a node up to a whole bundle at `stop`, as nodes."""
+    return [self._split(node, stop)] if node.start < stop else []
 
   def _forget(self, node: base.Node) -> None:
     """A radix node is found through its parent only."""

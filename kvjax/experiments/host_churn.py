@@ -103,8 +103,8 @@ class KvjaxManager:
     cache = self.cache
     sequence = cache.open(request.prompt)
     pool = cache.pools[0]
-    (needed,) = cache.pages_needed(sequence.num_tokens - sequence.length)
-    if needed > pool.available:
+    missing = sequence.num_tokens - sequence.length
+    if missing > pool.available * pool.page_size:
       cache.close(sequence)
       return None
     return sequence, sequence.matched_tokens

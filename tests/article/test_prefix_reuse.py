@@ -1,7 +1,5 @@
 """§0x07, §0x09B: how many rows a prompt is spared, and what is left to do."""
 
-import dataclasses
-
 import pytest
 
 from host_allocator import errors
@@ -145,7 +143,7 @@ def test_the_receipt_of_a_match_is_a_fact(cached):
     assert [handle.page for handle in handles] == sequence.pages(group).tolist()
     for handle in handles:
       cached.check_handle(handle)
-  with pytest.raises(dataclasses.FrozenInstanceError):
+  with pytest.raises(AttributeError):
     receipt.matched_tokens = 50
   with pytest.raises(ValueError, match="read-only"):
     receipt.group_pages[0][0] = 1

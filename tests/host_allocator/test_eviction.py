@@ -9,7 +9,7 @@ from host_allocator.prefix import eviction
 
 
 def make_node(clock):
-  return base.Node(base.Root(("root",)), None, 0, 0, None, (), clock)
+  return base.Node(base.Root(("root",)), None, 0, clock)
 
 
 @pytest.mark.parametrize("policy", eviction.POLICIES)

@@ -1,0 +1,49 @@
+"""Making what is cached unfindable, and starting again after a loss."""
+
+from host_allocator import readers
+
+
+class Forgetting(readers.Readers):
+  """The forgetting part of `KVAllocator`; every method takes the lock."""
+
+  def drop_index(self, namespace: str | None = None) -> None:
+    """Makes what is indexed unfindable; open sequences go on undisturbed.
+
+    Args:
+      namespace: Whose index; None for all.
+    """
+    with self.lock:
+      dropped = {namespace} if namespace is not None else set()
+      for root in list(self.index.roots()):
+        if namespace is None or root.key[0] == namespace:
+          self.index.drop(root)
+          dropped.add(root.key[0])
+      for name in dropped:
+        self.namespaces.advance(name)
+      self.epoch += 1
+
+  def revoke(self, namespace: str) -> None:
+    """Drops a namespace's index and refuses new sequences in it."""
+    with self.lock:
+      self.drop_index(namespace)
+      self.namespaces.revoke(namespace)
+
+  def replace_model(self, semantic_digest: str) -> None:
+    """New weights: old owners finish, nobody new finds their pages."""
+    with self.lock:
+      self.drop_index()
+      self.namespaces.replace_model(semantic_digest)
+
+  def poison(self) -> None:
+    """The device pages are lost: everything FREE, every sequence DeviceLost."""
+    with self.lock:
+      self.open_plan = None
+      for root in list(self.index.roots()):
+        self.index.drop(root)
+      for sequence in self.rows.open_sequences():
+        sequence.lost = True
+        self.rows.give_back(sequence)
+      self.held_leases.clear()
+      for pool in self.pools:
+        pool.reset()
+      self.epoch += 1
