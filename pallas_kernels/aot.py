@@ -29,6 +29,8 @@ from pallas_kernels import aot_tpu
 
 _COMPILERS = (aot_tpu, aot_gpu)
 TARGETS = tuple(target for m in _COMPILERS for target in m.TARGETS)
+# A run takes an hour: what a stopped one may lose of it.
+_ROWS_AT_RISK = 20
 _COLUMNS = (
   "op",
   "implementation",
@@ -49,12 +51,19 @@ def rows(targets: Sequence[str], *, subset: bool) -> Iterator[aot_cases.Row]:
     targets: of `TARGETS`.
     subset: only what CI compiles.
   """
+  for target, case in _work(targets, subset=subset):
+    yield _compiler(target).compile_case(case, target)
+
+
+def _work(
+  targets: Sequence[str], *, subset: bool
+) -> Iterator[tuple[str, aot_cases.Case]]:
   for target in targets:
     compiler = _compiler(target)
     for case in aot_cases.cases(compiler.PLATFORM, subset=subset):
-      yield compiler.compile_case(case, target)
+      yield target, case
     for case in compiler.baselines(subset=subset):
-      yield compiler.compile_case(case, target)
+      yield target, case
 
 
 def _compiler(target: str) -> Any:
@@ -119,12 +128,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
     absent = _compiler(target).missing()
     if absent is not None:
       parser.error(f"cannot compile for {target}: {absent}")
-  found = list(rows(targets, subset=given.subset))
-  given.out.write_text(
-    json.dumps([dataclasses.asdict(row) for row in found], indent=1) + "\n"
-  )
+  found = _compile_all(targets, given.out, subset=given.subset)
   sys.stdout.write(f"{table(found)}\n\n{summary(found)}\n")
   return min(1, len(broken(found)))
+
+
+def _compile_all(
+  targets: Sequence[str], out: pathlib.Path, *, subset: bool
+) -> list[aot_cases.Row]:
+  """Compiles, says how far it is, and writes what there is now and then."""
+  total = sum(1 for _ in _work(targets, subset=subset))
+  found: list[aot_cases.Row] = []
+  try:
+    for row in rows(targets, subset=subset):
+      found.append(row)
+      sys.stderr.write(
+        f"{len(found)}/{total} {row.target} {row.implementation} {row.op}"
+        f" {row.shape}: {row.status}\n"
+      )
+      if len(found) % _ROWS_AT_RISK == 0:
+        _write(out, found)
+  finally:
+    _write(out, found)
+  return found
+
+
+def _write(out: pathlib.Path, found: Sequence[aot_cases.Row]) -> None:
+  text = json.dumps([dataclasses.asdict(row) for row in found], indent=1)
+  out.write_text(text + "\n")
 
 
 def _available() -> list[str]:

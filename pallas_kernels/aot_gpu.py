@@ -15,7 +15,6 @@ import os
 import re
 import sys
 import tempfile
-import warnings
 from collections.abc import Callable
 from collections.abc import Generator
 from collections.abc import Iterator
@@ -31,6 +30,7 @@ from jax.experimental import topologies
 from jax.experimental.compilation_cache import compilation_cache
 
 from pallas_kernels import aot_cases
+from pallas_kernels import aot_compile
 from pallas_kernels import dispatch
 from pallas_kernels.paged_attention import shapes
 
@@ -84,6 +84,8 @@ class Assembled:
   spill_bytes: int
 
 
+# All targets have the same instructions: one program serves them.
+_rows: dict[aot_cases.Case, aot_cases.Row] = {}
 # Mosaic GPU assembles equal kernels once a process; what it said then holds.
 _assembled: dict[str, Assembled] = {}
 
@@ -121,24 +123,12 @@ def compile_case(case: aot_cases.Case, target: str) -> aot_cases.Row:
   Returns:
     Its row; a compiler's refusal is a row, not an exception.
   """
-  if case.implementation == "jax":
-    reason = _baseline_reason(case)
-  else:
-    reason = aot_cases.why_unsupported(case, PLATFORM)
-  if reason is not None:
-    return aot_cases.row_of(case, target, aot_cases.UNSUPPORTED, reason=reason)
-  try:
-    with (
-      warnings.catch_warnings(),
-      dispatch.tracing_for(PLATFORM),
-      uncached(),
-    ):
-      warnings.simplefilter("ignore")
-      found = _compile(case, target)
-  except Exception as error:  # A compiler may raise anything; all is reported.
-    reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
-    return aot_cases.row_of(case, target, aot_cases.FAILED, reason=reason[:500])
-  return aot_cases.row_of(case, target, aot_cases.COMPILED, **found)
+  if case not in _rows:
+    with uncached():
+      _rows[case] = aot_compile.row(
+        case, target, PLATFORM, _baseline_reason, _compile
+      )
+  return dataclasses.replace(_rows[case], target=target)
 
 
 @functools.cache
@@ -160,16 +150,8 @@ def _compile(case: aot_cases.Case, target: str) -> dict[str, int]:
       lower(run, operands, target).compile()
     return {}
   call = aot_cases.call_of(case, PLATFORM)
-  fields = {
-    field.name: getattr(call.operands, field.name)
-    for field in dataclasses.fields(call.operands)
-  }
-  given = {name: fields.pop(name) for name in call.donated}
-
-  def run(given: dict[str, Any], rest: dict[str, Any]) -> Any:
-    return call.run(type(call.operands)(**given, **rest))
-
-  lowered = lower(run, (given, fields), target, donated=(0,))
+  run, operands, donated = aot_compile.function_of(call)
+  lowered = lower(run, operands, target, donated=donated)
   kernels = sorted(set(_kernels(lowered.as_text())))
   with _captured() as said:
     lowered.compile()

@@ -19,6 +19,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from collections.abc import Sequence
+from typing import Any
 from unittest import mock
 
 import jax
@@ -163,7 +164,7 @@ def _unchecked() -> Iterator[None]:
 
   checked = kernel.pltpu.CompilerParams
 
-  def unchecked(**params: object) -> object:
+  def unchecked(**params: Any) -> Any:
     return checked(**params, disable_bounds_checks=True)
 
   jax.clear_caches()

@@ -20,7 +20,6 @@ import re
 import shutil
 import tempfile
 import time
-import warnings
 from collections.abc import Callable
 from collections.abc import Iterator
 from typing import Any
@@ -31,7 +30,7 @@ from jax import sharding
 from jax.experimental import topologies
 
 from pallas_kernels import aot_cases
-from pallas_kernels import dispatch
+from pallas_kernels import aot_compile
 from pallas_kernels.paged_attention import shapes
 
 PLATFORM = "tpu"
@@ -74,26 +73,17 @@ def compile_case(case: aot_cases.Case, target: str) -> aot_cases.Row:
   Returns:
     Its row; a compiler's refusal is a row, not an exception.
   """
+  return aot_compile.row(case, target, PLATFORM, _baseline_reason, _compile)
+
+
+def _compile(case: aot_cases.Case, target: str) -> dict[str, Any]:
+  """What is known of a compiled case, by the row's fields."""
   if case.implementation == "jax":
-    reason = _baseline_reason(case)
+    function: aot_compile.Function = (*_baseline(case), ())
   else:
-    reason = aot_cases.why_unsupported(case, PLATFORM)
-  if reason is not None:
-    return aot_cases.row_of(case, target, aot_cases.UNSUPPORTED, reason=reason)
-  try:
-    with warnings.catch_warnings(), dispatch.tracing_for(PLATFORM):
-      warnings.simplefilter("ignore")
-      compiled = compile_function(*_function(case), target)
-  except Exception as error:  # A compiler may raise anything; all is reported.
-    reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
-    return aot_cases.row_of(case, target, aot_cases.FAILED, reason=reason[:500])
-  return aot_cases.row_of(
-    case,
-    target,
-    aot_cases.COMPILED,
-    vmem_bytes=compiled.vmem_bytes,
-    bundles=compiled.bundles,
-  )
+    function = aot_compile.function_of(aot_cases.call_of(case, PLATFORM))
+  compiled = compile_function(*function, target)
+  return {"vmem_bytes": compiled.vmem_bytes, "bundles": compiled.bundles}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -214,26 +204,6 @@ def _mesh(device: Any) -> sharding.AbstractMesh:
       platform="tpu",
     ),
   )
-
-
-def _function(
-  case: aot_cases.Case,
-) -> tuple[Callable[..., Any], tuple[Any, ...], tuple[int, ...]]:
-  """A case as a function, its operands and those that are given up."""
-  if case.implementation == "jax":
-    run, operands = _baseline(case)
-    return run, operands, ()
-  call = aot_cases.call_of(case, PLATFORM)
-  rest = {
-    field.name: getattr(call.operands, field.name)
-    for field in dataclasses.fields(call.operands)
-  }
-  given = {name: rest.pop(name) for name in call.donated}
-
-  def run(given: dict[str, Any], rest: dict[str, Any]) -> Any:
-    return call.run(type(call.operands)(**given, **rest))
-
-  return run, (given, rest), (0,)
 
 
 def _baseline_reason(case: aot_cases.Case) -> str | None:

@@ -45,10 +45,7 @@ def _write(
   head = jnp.arange(kv_heads, dtype=jnp.int32)
   if scales is not None:
     x, factors = quantize.quantize_rows(x, bits.element_dtype(pages.dtype))
-    places = head[None, :] * page_size + row[:, None]
-    scales = scales.at[page[:, None], 0, places].set(
-      factors, mode="promise_in_bounds"
-    )
+    scales = scatter_scales(scales, factors, page, row, page_size)
   # Offsets are counted in rows: in elements they pass int32 at 2 GiB of bytes.
   rows = (page[:, None] * kv_heads + head[None, :]) * page_size + row[:, None]
   stored = geometry.stored_dim
@@ -59,6 +56,21 @@ def _write(
     bits.store(x, pages.dtype).reshape(-1, stored), mode="promise_in_bounds"
   )
   return flat.reshape(pages.shape), scales
+
+
+def scatter_scales(
+  scales: jax.Array,  # float32 [pages, 1, scale lanes]
+  factors: jax.Array,  # float32 [tokens, kv_heads]
+  page: jax.Array,  # int32 [tokens]
+  row: jax.Array,  # int32 [tokens], of that page
+  page_size: int,
+) -> jax.Array:
+  """Files each row's factors among its page's scales."""
+  head = jnp.arange(factors.shape[1], dtype=jnp.int32)
+  places = head[None, :] * page_size + row[:, None]
+  return scales.at[page[:, None], 0, places].set(
+    factors, mode="promise_in_bounds"
+  )
 
 
 def copy_rows(

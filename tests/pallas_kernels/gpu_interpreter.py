@@ -28,6 +28,13 @@ def interpreted() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def interpreted_without_races() -> Iterator[None]:
+  """For a call whose contract lets writers race."""
+  with _compat.interpreting_gpu(detect_races=False):
+    yield
+
+
+@contextlib.contextmanager
 def tiles(**limits: int) -> Iterator[None]:
   """Interpreted, with other tiles than the heuristic's, by its limits."""
   with contextlib.ExitStack() as stack:

@@ -71,7 +71,9 @@ def test_the_command_writes_json_and_prints_a_table(tmp_path, compiler, capsys):
   }
   for row in rows:
     assert (row["reason"] is None) == (row["status"] == "compiled")
-  printed = capsys.readouterr().out
+  captured = capsys.readouterr()
+  assert f"{len(rows)}/{len(rows)} h200 jax" in captured.err
+  printed = captured.out
   assert "decode_d128_g4_p16_bfloat16_int8" in printed
   assert "gpu unsupported: queries are float32" in printed
   assert "h200 jax: " in printed
@@ -89,6 +91,25 @@ def test_a_case_that_neither_compiles_nor_is_refused_fails_the_command(
   monkeypatch.setattr(aot_gpu, "compile_case", broken)
   arguments = [f"--out={tmp_path / 'x.json'}", "--targets=h200", "--subset"]
   assert aot.main(arguments) == 1
+
+
+def test_a_run_that_is_stopped_keeps_what_it_compiled(
+  tmp_path, monkeypatch, compiler
+):
+  compiled = []
+
+  def stopped(case, target):
+    if len(compiled) == 3:
+      raise KeyboardInterrupt
+    compiled.append(case)
+    return compiler(case, target)
+
+  monkeypatch.setattr(aot_gpu, "compile_case", stopped)
+  out = tmp_path / "aot.json"
+  with pytest.raises(KeyboardInterrupt):
+    aot.main([f"--out={out}", "--targets=h200", "--subset"])
+  names = [row["shape"] for row in json.loads(out.read_text())]
+  assert names == [case.shape.name for case in compiled]
 
 
 @pytest.mark.parametrize(

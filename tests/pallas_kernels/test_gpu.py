@@ -6,6 +6,7 @@ Interpreting is slow: a selection runs always, and the shared classes when asked
 
 import dataclasses
 import functools
+import re
 from unittest import mock
 
 import jax
@@ -75,6 +76,19 @@ class TestMasks(conformance.MaskConformance):
     )
 
 
+class TestUpdates(conformance.UpdateConformance):
+  implementation = IMPLEMENTATION
+
+  def test_padded_rows_go_to_the_null_page_only(self):
+    """As the shared one: padded rows race for slots that nobody reads."""
+    class_ = conformance.UpdateConformance
+    unchecked = dataclasses.replace(
+      IMPLEMENTATION, context=gpu_interpreter.interpreted_without_races
+    )
+    with mock.patch.object(type(self), "implementation", unchecked):
+      class_.test_padded_rows_go_to_the_null_page_only(self)
+
+
 class TestSelection:
   """NaN lies in every row that nobody owns, in all of these."""
 
@@ -130,13 +144,16 @@ class TestRefusals:
     with pytest.raises(AssertionError, match=reason):
       raise AssertionError(aot_cases.why_unsupported(case, "gpu"))
 
-  def test_every_named_shape_runs_or_is_float32(self):
+  def test_every_named_shape_runs_but_float32_attention_and_merges(self):
     for case in aot_cases.cases("gpu", subset=False):
       reason = aot_cases.why_unsupported(case, "gpu")
-      if case.op == "paged_attention" and case.shape.dtype == "bfloat16":
-        assert reason is None
-      else:
+      attention = case.op == "paged_attention"
+      if case.op == "merge_states" or (
+        attention and case.shape.dtype == "float32"
+      ):
         assert reason
+      else:
+        assert reason is None
 
   def test_a_blackwell_gpu_is_named(self, monkeypatch):
     device = mock.Mock(device_kind="NVIDIA B200", compute_capability="10.0")
@@ -153,10 +170,34 @@ class TestRefusals:
       out, _ = jax.eval_shape(lambda x: api.paged_attention(**x), given)
     assert out.shape == batch.q.shape
 
-  @pytest.mark.parametrize("op", ["merge_states", "write_kv", "copy_rows"])
-  def test_what_xla_does_as_well_has_a_reason(self, op):
-    case = next(c for c in aot_cases.cases("gpu", subset=True) if c.op == op)
+  def test_what_xla_does_as_well_has_a_reason(self):
+    cases = aot_cases.cases("gpu", subset=True)
+    case = next(c for c in cases if c.op == "merge_states")
     assert "XLA" in aot_cases.why_unsupported(case, "gpu")
+
+  @pytest.mark.parametrize("op", ["write_kv", "copy_rows"])
+  @pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+      ({"rows": 0}, "there is no (row|page) to"),
+      ({"head_dim": 72, "kv_dtype": "int8"}, "72 bytes, expected a multiple"),
+      ({"head_dim": 320}, "has head_dim 320, expected at most 256"),
+      ({"kv_heads": 300}, "has kv_heads 300, expected at most 256"),
+    ],
+  )
+  def test_updates_say_what_was_expected(self, op, change, reason):
+    cases = aot_cases.cases("gpu", subset=True)
+    case = next(c for c in cases if c.op == op)
+    shape = dataclasses.replace(case.shape, dtype="bfloat16", **change)
+    said = aot_cases.why_unsupported(aot_cases.Case(op, "gpu", shape), "gpu")
+    assert said is not None
+    assert re.search(reason, said)
+
+  def test_rows_that_fit_no_shared_memory_are_named(self):
+    shape = aot_cases.UpdateShape("", 4, 256, 256, 16, 9, *["float32"] * 2)
+    case = aot_cases.Case("write_kv", "gpu", shape)
+    said = aot_cases.why_unsupported(case, "gpu")
+    assert "524288 bytes of shared memory" in said
 
 
 def _shape(name: str) -> shapes.AttentionShape:
@@ -181,6 +222,8 @@ class TestTiles:
 
   def test_every_named_shape_fits_shared_memory(self):
     for case in aot_cases.cases("gpu", subset=False):
+      if case.op != "paged_attention":
+        continue
       if aot_cases.why_unsupported(case, "gpu") is None:
         call = aot_cases.call_of(case, "gpu")
         taken = gpu.shared_bytes(call.operands, call.options)
