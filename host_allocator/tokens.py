@@ -54,9 +54,12 @@ def to_array(
 
 
 def _are_within(ids: np.ndarray, token_limit: int) -> bool:
-  if ids.dtype is _UINT32:
-    return bool(ids[ids.argmax()] < token_limit)  # Faster than a reduction.
-  return bool(0 <= ids.min() <= ids.max() < token_limit)
+  if ids.dtype is not _UINT32:
+    return bool(0 <= ids.min() <= ids.max() < token_limit)
+  if token_limit == _INT32_IDS:  # Only the sign can be wrong.
+    signed = ids.view(_INT32)
+    return bool(signed[signed.argmin()] >= 0)  # Faster than a reduction.
+  return bool(ids[ids.argmax()] < token_limit)
 
 
 def _from_list(tokens: Sequence[int]) -> np.ndarray:
