@@ -16,9 +16,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from host_allocator import arguments
 from host_allocator import errors
 from host_allocator import forgetting
 from host_allocator import holding
+from host_allocator import identity
 from host_allocator import layout as layout_lib
 from host_allocator import matching
 from host_allocator import publication
@@ -118,16 +120,20 @@ class KVAllocator(forgetting.Forgetting):
 
     Raises:
       EmptyPrompt, TokenOutOfRange, PromptTooLong, NeverFits, BadSideInput,
-      NamespaceRevoked, TooManySequences, StaleReceipt: The state is as before.
+      BadArgument, NamespaceRevoked, TooManySequences, StaleReceipt, BadHandle:
+        The state is as before. BadHandle: the receipt is of another allocator
+        or namespace.
 
     Ownership: the sequence holds its pages until it is closed.
     """
     ids = tokens_lib.to_array(tokens, self._token_limit)
     self._check_length(len(ids))
+    priority = arguments.whole("priority", priority)
+    want_logits = arguments.flag("want_logits", want_logits)
     with self.lock:
       key = self.namespaces.authorize(namespace, adapter=adapter, salt=salt)
       if receipt is not None:
-        self.check_receipt(receipt)
+        self._check_receipt_of(receipt, key)
       keys = self.side_input_keys.keys(ids, side_inputs) if side_inputs else ids
       sequence = self.rows.take()
       try:
@@ -155,7 +161,7 @@ class KVAllocator(forgetting.Forgetting):
       Rows that need not be computed any more; 0 where nothing was found.
 
     Raises:
-      SequenceClosed, SequenceInStep.
+      BadHandle, SequenceClosed, SequenceInStep.
     """
     with self.lock:
       row = self.idle_row(sequence)
@@ -170,7 +176,8 @@ class KVAllocator(forgetting.Forgetting):
     """Checks sequences once, for many calls of `append` and `plan`.
 
     Raises:
-      SequenceClosed, DeviceLost, BadStep: One is closed or named twice.
+      BadHandle, SequenceClosed, DeviceLost, BadStep: One is not this
+        allocator's, closed, or named twice.
     """
     with self.lock:
       return self.rows.batch(sequences)
@@ -181,8 +188,8 @@ class KVAllocator(forgetting.Forgetting):
     """Adds one known token to each sequence; its row is computed later.
 
     Raises:
-      TokenOutOfRange, PromptTooLong, SequenceClosed, BadStep: Nothing was
-        added.
+      TokenOutOfRange, PromptTooLong, BadHandle, SequenceClosed, BadStep:
+        Nothing was added.
     """
     ids = tokens_lib.to_array(tokens, self._token_limit)
     with self.lock:
@@ -202,7 +209,7 @@ class KVAllocator(forgetting.Forgetting):
     Whoever of the two first writes to their shared last page copies it.
 
     Raises:
-      SequenceClosed, SequenceInStep, TooManySequences.
+      BadHandle, SequenceClosed, SequenceInStep, TooManySequences.
 
     Ownership: the child holds references of its own.
     """
@@ -219,14 +226,20 @@ class KVAllocator(forgetting.Forgetting):
     """Cuts a sequence to its first `length` tokens and rows.
 
     Raises:
-      BadTruncation: Where `length` is negative or more than the known tokens.
-      SequenceClosed, SequenceInStep.
+      BadTruncation: Where `length` is not a whole number from 0 to the known
+        tokens.
+      BadHandle, SequenceClosed, SequenceInStep.
     """
     with self.lock:
       row = self.idle_row(sequence)
-      known, before = sequence.num_tokens, sequence.length
-      if not 0 <= length <= known:
-        raise errors.BadTruncation(f"{length=} is not within 0..{known}")
+      before = int(self.rows.length[row])
+      length = arguments.whole(
+        "length",
+        length,
+        0,
+        int(self.rows.num_tokens[row]),
+        errors.BadTruncation,
+      )
       dropped = (0,) * len(self.pools)
       if length < self.rows.present[row]:
         dropped = holding.cut(self, sequence, length)
@@ -241,7 +254,7 @@ class KVAllocator(forgetting.Forgetting):
     """Ends a sequence; its committed rows stay matchable until evicted.
 
     Raises:
-      SequenceClosed, SequenceInStep.
+      BadHandle, SequenceClosed, SequenceInStep.
     """
     with self.lock:
       self.idle_row(sequence)
@@ -253,10 +266,10 @@ class KVAllocator(forgetting.Forgetting):
     A member's pages are reported as `pending` until the step ends.
 
     Raises:
-      SequenceClosed.
+      BadHandle, SequenceClosed.
     """
     with self.lock:
-      row, plan = sequence.row, self.open_plan
+      row, plan = self.rows.row_of(sequence), self.open_plan
       if plan is None or row not in plan.rows:
         return self._close(sequence, "cancelled")
       if sequence not in plan.cancelled:
@@ -285,7 +298,7 @@ class KVAllocator(forgetting.Forgetting):
 
     Raises:
       OutOfPages: Free and evictable pages do not suffice; nothing was touched.
-      StepOpen, BadStep, SequenceClosed.
+      StepOpen, BadStep, BadHandle, SequenceClosed.
     """
     with self.lock:
       if self.open_plan is not None:
@@ -293,13 +306,12 @@ class KVAllocator(forgetting.Forgetting):
       if isinstance(batch, sequences_lib.Batch):
         self.rows.check_batch(batch)
         return reservation.reserve(self, batch, batch.ones, len(batch.rows))
-      pairs = tuple(batch)
+      pairs = _pairs(batch)
       members = self.rows.batch([sequence for sequence, _ in pairs])
-      counts = [count for _, count in pairs]
-      num_tokens = reservation.check_counts(counts)
-      return reservation.reserve(
-        self, members, np.array(counts, np.int32), num_tokens
+      counts = reservation.check_counts(
+        [count for _, count in pairs], self.max_length
       )
+      return reservation.reserve(self, members, counts, int(counts.sum()))
 
   def pack(self, plan: steps.StepPlan, packing: tables.Packing) -> np.ndarray:
     """The step as one int32 buffer; see `tables.Packing`.
@@ -317,6 +329,10 @@ class KVAllocator(forgetting.Forgetting):
   def commit(self, plan: steps.StepPlan) -> receipts.StepReceipt:
     """Publishes a step: tables, lengths, references, index, in one go.
 
+    Nothing here is refused. Where an interrupt strikes in the midst of the
+    tables, everything is lost as in `poison`, for half a step is no state; where
+    it strikes later, the step is committed, and some of it not matchable.
+
     Raises:
       StepClosed.
     """
@@ -324,9 +340,18 @@ class KVAllocator(forgetting.Forgetting):
       self._check_open(plan)
       before = self._recorded_digest()
       self.phase("commit.ready")
-      released = publication.publish(self, plan)
+      try:
+        publication.enter(self, plan)
+      except BaseException:
+        self.poison()
+        raise
       self.epoch += 1
-      return self._end_step(plan, "committed", tuple(released), before)
+      released = [0] * len(self.pools)
+      try:
+        publication.publish(self, plan, released)
+      finally:
+        receipt = self._end_step(plan, "committed", tuple(released), before)
+      return receipt
 
   def abort(self, plan: steps.StepPlan) -> receipts.StepReceipt:
     """Gives a step's reservation back; the state is the one before it.
@@ -349,7 +374,7 @@ class KVAllocator(forgetting.Forgetting):
       raise errors.PromptTooLong(
         f"{num_tokens=} is more than max_length={self.max_length}"
       )
-    if not self.can_fit(num_tokens):
+    if num_tokens > self.longest:
       raise errors.NeverFits(
         f"{num_tokens=} needs {self.pages_needed(num_tokens)} pages of"
         f" {tuple(pool.num_pages for pool in self.pools)}"
@@ -362,8 +387,18 @@ class KVAllocator(forgetting.Forgetting):
     return self.rows.batch(members)
 
   def _check_open(self, plan: steps.StepPlan) -> None:
-    if plan is not self.open_plan:
+    if plan is None or plan is not self.open_plan:
       raise errors.StepClosed("the plan is not the open step")
+
+  def _check_receipt_of(
+    self, receipt: receipts.PrefixMatchReceipt, key: identity.RootKey
+  ) -> None:
+    self.check_receipt(receipt)
+    if receipt.root != key:
+      raise errors.BadHandle(
+        f"the receipt is of namespace {receipt.namespace!r}, or of another"
+        f" adapter or salt, and not of {key.namespace!r}"
+      )
 
   def _recorded_digest(self) -> str | None:
     return self.state_digest() if self._record_digests else None
@@ -402,7 +437,8 @@ class KVAllocator(forgetting.Forgetting):
   def _close(
     self, sequence: sequences_lib.Sequence, outcome: str
   ) -> receipts.ReleaseReceipt:
-    length, generation = sequence.length, sequence.generation
+    length = int(self.rows.length[sequence.row])
+    generation = sequence.generation
     self.index.insert(sequence, length)
     dropped = holding.release(self, sequence)
     if self.side_input_keys.is_due:
@@ -410,3 +446,12 @@ class KVAllocator(forgetting.Forgetting):
     return receipts.ReleaseReceipt(
       outcome, self.epoch, generation, length, dropped
     )
+
+
+def _pairs(batch: Pairs) -> list[tuple[sequences_lib.Sequence, int]]:
+  try:
+    return [(sequence, count) for sequence, count in batch]
+  except (TypeError, ValueError) as error:
+    raise errors.BadStep(
+      f"a step is (sequence, rows) pairs or a Batch, not {batch!r}"
+    ) from error

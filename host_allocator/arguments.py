@@ -4,6 +4,8 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from host_allocator import errors
 
 MOST_INT32 = 2**31 - 1  # Page ids, slots and positions are int32 on the device.
@@ -51,6 +53,17 @@ def whole(
   if high is not None and number > high:
     raise refusal(f"{name}={number} is above {high}")
   return number
+
+
+def flag(name: str, value: Any, refusal: _Refusal = errors.BadArgument) -> bool:
+  """A bool, also NumPy's.
+
+  Raises:
+    KVError: From `refusal`, naming the value.
+  """
+  if not isinstance(value, bool | np.bool_):
+    raise refusal(f"{name}={value!r} is neither True nor False")
+  return bool(value)
 
 
 def text(name: str, value: Any, refusal: _Refusal = errors.BadArgument) -> str:

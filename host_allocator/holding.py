@@ -155,18 +155,19 @@ def release(
   return tuple(dropped)
 
 
-def lease(
-  state: state_lib.State, sequence: sequences.Sequence, number: int
-) -> receipts.Lease:
-  """Takes a read lease on all pages of a sequence."""
-  row = sequence.row
+def lease(state: state_lib.State, row: int) -> receipts.Lease:
+  """Takes a read lease on all pages of a row."""
   note_valid_rows(state, row)
   group_pages = table_pages(state, row)
   for pool, pages in zip(state.pools, group_pages, strict=True):
     pool.lease(pages)
-  return receipts.Lease(
-    number,
+  state.num_leases += 1
+  lent = receipts.Lease(
+    state.number,
+    state.num_leases,
     group_pages,
     generations(state, group_pages),
     int(state.rows.present[row]),
   )
+  state.held_leases[lent.number] = lent
+  return lent

@@ -48,14 +48,38 @@ def match(
     pages, present = [], 0
   if not pages:
     return found.num_tokens, [_NOTHING for _ in state.pools]
-  holding.note_valid_rows(state, row)
-  state.index.detach(sequence)
+  try:
+    state.phase("match.pinned")
+    holding.note_valid_rows(state, row)
+    _take_place(state, sequence, found, present)
+  except BaseException:
+    _unpin(state, pages, start, present, start)
+    raise
   _replace_table(state, row, pages, start, present)
-  state.index.settle(sequence, found, present)
   rows.length[row] = min(present, cap)
   rows.present[row] = present
   state.epoch += 1
   return found.num_tokens, pages
+
+
+def _take_place(
+  state: state_lib.State,
+  sequence: sequences.Sequence,
+  found: base.PrefixMatch,
+  present: int,
+) -> None:
+  """Makes a match the sequence's place in the index, or changes nothing."""
+  row, rows = sequence.row, state.rows
+  state.index.detach(sequence)
+  published, node = rows.published[row], sequence.node
+  lease_node = sequence.lease_node
+  try:
+    state.index.settle(sequence, found, present)
+    state.phase("match.settled")
+  except BaseException:
+    rows.published[row] = published
+    sequence.node, sequence.lease_node = node, lease_node
+    raise
 
 
 def receipt(
@@ -68,11 +92,11 @@ def receipt(
   row, rows = sequence.row, state.rows
   for ids in pages:
     ids.setflags(write=False)
-  key, group_pages = sequence.root.key, tuple(pages)
+  group_pages = tuple(pages)
   return receipts.PrefixMatchReceipt(
+    pool=state.number,
+    root=sequence.root.key,
     epoch=state.epoch,
-    namespace=key[0],
-    namespace_generation=key[1],
     prompt_tokens=int(rows.num_tokens[row]),
     semantic_tokens=semantic_tokens,
     matched_tokens=int(rows.length[row]),

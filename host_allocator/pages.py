@@ -38,11 +38,13 @@ class PageHandle:
   """A page for as long as it is not recycled (R1).
 
   Attributes:
+    pool: Number of the allocator whose page it is; see `State.number`.
     group: Index of the cache group.
     page: Page id, 1..num_pages.
     generation: How often the page had been taken when the handle was made.
   """
 
+  pool: int
   group: int
   page: int
   generation: int

@@ -1,7 +1,8 @@
 """Making a step's outcome visible, in one go.
 
 Nothing here can be refused: whatever could fail has been checked when the step
-was planned.
+was planned.  First the tables, which decide what is visible; then the index,
+without which it is only not found.
 """
 
 import numpy as np
@@ -13,15 +14,16 @@ from host_allocator import steps
 from host_allocator import strides
 
 
-def publish(state: state_lib.State, plan: steps.StepPlan) -> list[int]:
-  """Writes tables, counts, lengths and index entries of a step.
+def enter(state: state_lib.State, plan: steps.StepPlan) -> None:
+  """Writes the tables, counts and lengths of a step.
 
-  Returns:
-    Duplicate pages let go, per group (R11).
+  Where this is interrupted half of a step is visible, and nothing but
+  `poison` makes it good.
   """
   rows = state.rows
   if plan.stride is not None and plan.stride is rows.stride:
-    return _publish_in_stride(state, plan, plan.stride)
+    _enter_in_stride(state, plan, plan.stride)
+    return
   rows.stride = None
   # A lease taken since the step was planned ends a last page's privacy, too.
   if not plan.has_shared and not rows.are_private(plan.rows):
@@ -40,12 +42,11 @@ def publish(state: state_lib.State, plan: steps.StepPlan) -> list[int]:
     rows.private[plan.rows[plan.ends > plan.writes]] = True
   else:
     rows.private[plan.rows] = True
-  return _publish_prefixes(state, plan)
 
 
-def _publish_in_stride(
+def _enter_in_stride(
   state: state_lib.State, plan: steps.StepPlan, stride: strides.Stride
-) -> list[int]:
+) -> None:
   """The same where every member gets a row in a last page of its own."""
   rows = state.rows
   for group in range(len(state.pools)):
@@ -53,14 +54,13 @@ def _publish_in_stride(
   rows.length[plan.rows] = plan.ends
   rows.present[plan.rows] = plan.ends
   stride.step()
-  members, at = stride.full(state.bundle)
-  return _publish_bundles(state, plan, members, at)
 
 
 def _enter_pages(
   state: state_lib.State, plan: steps.StepPlan, group: int
 ) -> None:
   """Puts the step's pages of one group into the tables."""
+  state.phase("commit.entering")
   part = plan.groups[group]
   if len(part.pages):
     state.pools[group].commit(part.pages)
@@ -93,20 +93,30 @@ def _make_private(
     sequence.lease_node = None
 
 
-def _publish_prefixes(
-  state: state_lib.State, plan: steps.StepPlan
-) -> list[int]:
-  """Puts new rows into the index: prompts to the token, then whole bundles."""
+def publish(
+  state: state_lib.State, plan: steps.StepPlan, released: list[int]
+) -> None:
+  """Puts new rows into the index: prompts to the token, then whole bundles.
+
+  Args:
+    state: Where the step has been entered.
+    plan: The step.
+    released: Gets the duplicate pages let go added, per group (R11).
+  """
+  stride = plan.stride
+  if stride is not None and stride is state.rows.stride:
+    members, at = stride.full(state.bundle)
+    _publish_bundles(state, plan, members, at, released)
+    return
   if plan.is_decode:
     members = (plan.ends % state.bundle == 0).nonzero()[0]
-    return _publish_bundles(state, plan, members, plan.rows[members])
-  released = [0] * len(state.pools)
+    _publish_bundles(state, plan, members, plan.rows[members], released)
+    return
   for sequence, count, end in zip(
     plan.sequences, plan.counts.tolist(), plan.ends.tolist(), strict=True
   ):
     stop = end if count > 1 else end - end % state.bundle
     _insert(state, sequence, stop, released)
-  return released
 
 
 def _publish_bundles(
@@ -114,21 +124,20 @@ def _publish_bundles(
   plan: steps.StepPlan,
   members: np.ndarray,
   rows: np.ndarray,
-) -> list[int]:
+  released: list[int],
+) -> None:
   """Puts the bundles into the index that some members have just completed."""
-  released = [0] * len(state.pools)
   if not len(members):
-    return released
+    return
   growing = state.rows.growing[rows]
   if b"\0" not in growing.tobytes():
     state.index.grow(rows, plan.ends[members])
-    return released
+    return
   if b"\1" in growing.tobytes():
     state.index.grow(rows[growing], plan.ends[members[growing]])
     members = members[~growing]
   for member in members.tolist():
     _insert(state, plan.sequences[member], int(plan.ends[member]), released)
-  return released
 
 
 def _insert(
@@ -138,6 +147,7 @@ def _insert(
   released: list[int],
 ) -> None:
   """Publishes one sequence, and counts the duplicates let go."""
+  state.phase("commit.indexing")
   for group, count in enumerate(state.index.insert(sequence, num_tokens)):
     released[group] += count
 

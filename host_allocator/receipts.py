@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from host_allocator import identity
 from host_allocator import pages
 
 
@@ -17,9 +18,9 @@ class PrefixMatchReceipt(NamedTuple):
   """What one look-up proved, and what remains to be executed (§0x07G).
 
   Attributes:
+    pool: Number of the allocator that was asked; see `State.number`.
+    root: Whose index was read, at which generation.
     epoch: Allocator epoch at the look-up.
-    namespace: Whose index was read.
-    namespace_generation: Of that index.
     prompt_tokens: Tokens looked up.
     semantic_tokens: Longest exact prefix in the index, S_indexed.
     matched_tokens: Rows returned, S_runtime (R9).
@@ -28,9 +29,9 @@ class PrefixMatchReceipt(NamedTuple):
     group_generations: int64, their generations; read-only.
   """
 
+  pool: int
+  root: identity.RootKey
   epoch: int
-  namespace: str
-  namespace_generation: int
   prompt_tokens: int
   semantic_tokens: int
   matched_tokens: int
@@ -39,23 +40,34 @@ class PrefixMatchReceipt(NamedTuple):
   group_generations: tuple[np.ndarray, ...]
 
   @property
+  def namespace(self) -> str:
+    """The namespace whose index was read."""
+    return self.root.namespace
+
+  @property
+  def namespace_generation(self) -> int:
+    """The generation of that namespace."""
+    return self.root.namespace_generation
+
+  @property
   def recomputed_tokens(self) -> int:
     """Prompt rows that are left to compute, S_recompute."""
     return self.prompt_tokens - self.matched_tokens
 
   def handles(self) -> tuple[tuple[pages.PageHandle, ...], ...]:
     """The matched pages per group as generation-fenced handles."""
-    return handles(self.group_pages, self.group_generations)
+    return handles(self.pool, self.group_pages, self.group_generations)
 
 
 def handles(
+  pool: int,
   group_pages: tuple[np.ndarray, ...],
   group_generations: tuple[np.ndarray, ...],
 ) -> tuple[tuple[pages.PageHandle, ...], ...]:
   """Pages and their generations per group as handles."""
   return tuple(
     tuple(
-      pages.PageHandle(group, page, generation)
+      pages.PageHandle(pool, group, page, generation)
       for page, generation in zip(
         ids.tolist(), generations.tolist(), strict=True
       )
@@ -117,8 +129,16 @@ class Lease:
 
   While it lasts the pages are neither recycled nor overwritten in rows that
   were valid; their owner may still append to them.
+
+  Attributes:
+    pool: Number of the allocator that lent it; see `State.number`.
+    number: Of the lease.
+    group_pages: Page ids per group, in token order; read-only.
+    group_generations: Their generations; read-only.
+    num_tokens: Rows that can be read.
   """
 
+  pool: int
   number: int
   group_pages: tuple[np.ndarray, ...]
   group_generations: tuple[np.ndarray, ...]

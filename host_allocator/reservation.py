@@ -11,13 +11,29 @@ from host_allocator import tables
 _NONE = np.zeros(0, np.int32)
 
 
-def check_counts(counts: list[int]) -> int:
-  """Refuses an empty step or member; returns the rows of the step."""
-  if not counts or min(counts) < 1:
+def check_counts(counts: list[int], max_length: int) -> np.ndarray:
+  """The rows to compute of each member, int32 `[n]`.
+
+  Raises:
+    BadStep: There is no member, or one has no rows, a fraction of one, or more
+      than any sequence can have.
+  """
+  try:
+    given = np.array(counts)
+  except (ValueError, OverflowError):
+    given = np.zeros((1, 1))
+  if given.ndim != 1 or (len(given) and given.dtype.kind not in "iu"):
+    raise errors.BadStep(f"rows to compute must be whole numbers: {counts}")
+  if not len(given) or given.min() < 1:
     raise errors.BadStep(
       f"a step needs members, of one row or more each: {counts}"
     )
-  return sum(counts)
+  if given.max() > max_length:
+    raise errors.BadStep(
+      f"{given.max()} rows asked of a sequence, of which none has more than"
+      f" {max_length=}"
+    )
+  return given.astype(np.int32)
 
 
 def reserve(
@@ -84,8 +100,8 @@ def _plan(
 ) -> steps.StepPlan:
   rows, arrays = batch.rows, state.rows
   starts = arrays.length[rows]
+  _check_known(state, rows, starts, counts)
   ends = starts + counts
-  _check_known(state, rows, starts, ends)
   if arrays.are_private(rows):
     return steps.StepPlan(
       batch.sequences, rows, starts, counts, ends, starts, num_tokens
@@ -112,13 +128,17 @@ def give_back(state: state_lib.State, plan: steps.StepPlan) -> None:
 
 
 def _check_known(
-  state: state_lib.State, rows: np.ndarray, starts: np.ndarray, ends: np.ndarray
+  state: state_lib.State,
+  rows: np.ndarray,
+  starts: np.ndarray,
+  counts: np.ndarray,
 ) -> None:
-  beyond = ends > state.rows.num_tokens[rows]
+  beyond = counts > state.rows.num_tokens[rows] - starts  # No sum to overflow.
   if b"\1" in beyond.tobytes():
     at = int(beyond.argmax())
+    start, count = int(starts[at]), int(counts[at])
     raise errors.BadStep(
-      f"rows {starts[at]}..{ends[at] - 1} asked of a sequence of"
+      f"rows {start}..{start + count - 1} asked of a sequence of"
       f" {state.rows.num_tokens[rows[at]]} tokens"
     )
 

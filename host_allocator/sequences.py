@@ -5,11 +5,13 @@ planning, packing and committing a batch are gathers and scatters, and Python
 touches single sequences only where something other than growth happens.
 """
 
+import threading
 from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 
+from host_allocator import arguments
 from host_allocator import errors
 from host_allocator import layout as layout_lib
 from host_allocator import receipts
@@ -19,8 +21,10 @@ from host_allocator import strides
 class Sequence:
   """An open sequence: what its caller holds.
 
-  A handle stays bound to its (row, generation); once closed it is refused
-  everywhere, also after its row has been given to another sequence.
+  A handle stays bound to its allocator and its (row, generation).  Every other
+  allocator refuses it; once closed it is refused everywhere, also after its row
+  has been given to another sequence.  What it is asked for it answers under the
+  allocator's lock, and by copies.
 
   Attributes:
     generation: Of the row; raised when a sequence is opened in it and when it
@@ -59,12 +63,13 @@ class Sequence:
     self.lease_node: Any = None
 
   def __repr__(self) -> str:
-    if not self.is_open:
-      return f"Sequence(closed, generation={self.generation})"
-    return (
-      f"Sequence(row={self.row}, generation={self.generation},"
-      f" length={self.length}, num_tokens={self.num_tokens})"
-    )
+    with self._rows.lock:
+      if not self.is_open:
+        return f"Sequence(closed, generation={self.generation})"
+      return (
+        f"Sequence(row={self.row}, generation={self.generation},"
+        f" length={self.length}, num_tokens={self.num_tokens})"
+      )
 
   @property
   def is_open(self) -> bool:
@@ -74,7 +79,8 @@ class Sequence:
   @property
   def row(self) -> int:
     """Its row in the tables, 0..max_sequences-1."""
-    if self.row_or_closed < 0:
+    row = self.row_or_closed  # Read once: it may be closed meanwhile.
+    if row < 0:
       if self.lost:
         raise errors.DeviceLost(
           f"the device pages of sequence generation {self.generation} are gone"
@@ -82,35 +88,46 @@ class Sequence:
       raise errors.SequenceClosed(
         f"sequence generation {self.generation} is closed"
       )
-    return self.row_or_closed
+    return row
 
   @property
   def num_tokens(self) -> int:
     """Tokens known."""
-    return int(self._rows.num_tokens[self.row])
+    with self._rows.lock:
+      return int(self._rows.num_tokens[self.row])
 
   @property
   def length(self) -> int:
     """Rows computed and committed."""
-    return int(self._rows.length[self.row])
+    with self._rows.lock:
+      return int(self._rows.length[self.row])
 
   @property
   def tokens(self) -> np.ndarray:
-    """The known tokens, int32, a read-only view that ends with the sequence."""
-    row = self.row
-    view = self._rows.tokens[row, : self._rows.num_tokens[row]]
-    view.flags.writeable = False
-    return view
+    """The known tokens, int32, a read-only copy."""
+    with self._rows.lock:
+      row = self.row
+      tokens = self._rows.tokens[row, : self._rows.num_tokens[row]].copy()
+    tokens.flags.writeable = False
+    return tokens
 
   @property
   def table_version(self) -> int:
     """Raised whenever its page table changes other than by growth."""
-    return int(self._rows.versions[self.row])
+    with self._rows.lock:
+      return int(self._rows.versions[self.row])
 
   def pages(self, group: int = 0) -> np.ndarray:
-    """A copy of its page table in one group, without padding."""
-    row = self.row
-    return self._rows.pages(row, group).copy()
+    """A copy of its page table in one group, without padding.
+
+    Raises:
+      BadHandle: No such group.
+      SequenceClosed, DeviceLost.
+    """
+    last = len(self._rows.tables) - 1
+    group = arguments.whole("group", group, 0, last, errors.BadHandle)
+    with self._rows.lock:
+      return self._rows.pages(self.row, group).copy()
 
 
 class Batch:
@@ -119,6 +136,7 @@ class Batch:
   `KVAllocator.batch` makes one; it is refused once a member has been closed.
 
   Attributes:
+    owner: The arrays that its rows index.
     sequences: The members.
     rows: intp `[n]`, their rows.
     generations: int64 `[n]`, their generations.
@@ -131,6 +149,7 @@ class Batch:
     "checked_at",
     "generations",
     "ones",
+    "owner",
     "rows",
     "sequences",
     "stride",
@@ -138,17 +157,17 @@ class Batch:
 
   def __init__(
     self,
+    owner: "SequenceRows",
     sequences: tuple[Sequence, ...],
     rows: np.ndarray,
-    generations: np.ndarray,
     ones: np.ndarray,
-    checked_at: int,
   ):
+    self.owner = owner
     self.sequences = sequences
     self.rows = rows
-    self.generations = generations
+    self.generations = owner.generations[rows]
     self.ones = ones
-    self.checked_at = checked_at
+    self.checked_at = owner.num_closed
     self.stride: strides.Stride | None = None
 
 
@@ -156,6 +175,7 @@ class SequenceRows:
   """The arrays behind the open sequences, indexed by row.
 
   Attributes:
+    lock: The allocator's, which whoever reads or changes them holds.
     tokens: int32 `[rows, max_length]`, the known tokens.
     tables: int32 `[rows, W]` per group, page ids in token order, then zeros.
     num_tokens: int32, tokens known.
@@ -183,6 +203,7 @@ class SequenceRows:
   def __init__(
     self, layout: layout_lib.CacheLayout, max_sequences: int, max_length: int
   ):
+    self.lock = threading.RLock()
     self.max_sequences = max_sequences
     self.max_length = max_length
     self.page_sizes = tuple(group.page_size for group in layout.groups)
@@ -224,28 +245,53 @@ class SequenceRows:
     """The open sequences by row."""
     return [sequence for sequence in self.sequences if sequence is not None]
 
-  def batch(self, members: Iterable[Sequence]) -> Batch:
-    """Checks that sequences are open and distinct.
+  def row_of(self, sequence: Sequence) -> int:
+    """The row of an open sequence of this allocator.
 
     Raises:
-      SequenceClosed, DeviceLost, BadStep.
+      BadHandle: It is another allocator's, or none.
+      SequenceClosed, DeviceLost.
     """
-    sequences = tuple(members)
-    numbers = [each.row_or_closed for each in sequences]
-    if len(set(numbers)) < len(numbers) or -1 in numbers:
-      _ = [each.row for each in sequences]  # Raises for the closed one.
+    if type(sequence) is not Sequence:
+      raise errors.BadHandle(f"{sequence!r} is not a sequence")
+    if sequence._rows is not self:
+      raise errors.BadHandle(f"{sequence!r} is another allocator's")
+    return sequence.row
+
+  def batch(self, members: Iterable[Sequence]) -> Batch:
+    """Checks that sequences are open, distinct and this allocator's.
+
+    Raises:
+      BadHandle, SequenceClosed, DeviceLost, BadStep.
+    """
+    try:
+      sequences = tuple(members)
+    except TypeError as error:
+      raise errors.BadHandle(f"{members!r} is not a batch") from error
+    try:
+      numbers = [each.row_or_closed for each in sequences]
+      owned = [each._rows for each in sequences].count(self)
+    except AttributeError:
+      numbers, owned = [-1], 0
+    if owned < len(sequences) or -1 in numbers:
+      _ = [self.row_of(each) for each in sequences]  # Raises for the bad one.
+    if len(set(numbers)) < len(numbers):
       raise errors.BadStep("a sequence is named twice in one batch")
-    rows = np.array(numbers, np.intp)
-    ones = self._ones[: len(rows)]
-    return Batch(sequences, rows, self.generations[rows], ones, self.num_closed)
+    ones = self._ones[: len(numbers)]
+    return Batch(self, sequences, np.array(numbers, np.intp), ones)
 
   def check_batch(self, batch: Batch) -> None:
-    """Refuses a batch with a member that was closed since it was made."""
+    """Refuses a stranger's batch, and one with a member closed since.
+
+    Raises:
+      BadHandle, SequenceClosed, DeviceLost.
+    """
+    if batch.owner is not self:
+      raise errors.BadHandle("the batch is another allocator's")
     if batch.checked_at == self.num_closed:
       return
     if np.count_nonzero(self.generations[batch.rows] != batch.generations):
-      _ = [each.row for each in batch.sequences]
-      raise errors.SequenceClosed("the batch is of another allocator")
+      _ = [each.row for each in batch.sequences]  # Raises for the closed one.
     batch.checked_at = self.num_closed
 
   def take(self) -> Sequence:

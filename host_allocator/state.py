@@ -9,10 +9,12 @@ allocator.py     the transactions, under one lock
 """
 
 import itertools
-import threading
 from collections.abc import Callable
 from collections.abc import Sequence
 
+import numpy as np
+
+from host_allocator import arguments
 from host_allocator import errors
 from host_allocator import identity
 from host_allocator import layout as layout_lib
@@ -33,12 +35,15 @@ INDEXES: dict[str, type[forest.Forest]] = {
   "radix": radix.RadixIndex,
   "hash_chain": hash_chain.HashChainIndex,
 }
+_NUMBERS = itertools.count(1)
 
 
 class State:
   """The parts of an allocator, and what all of its modules need.
 
   Attributes:
+    number: Its own in this process: what page handles, leases and receipts name
+      their allocator by. Decides nothing, so that processes may differ in it.
     layout: The cache groups.
     pools: One page pool per group.
     rows: The open sequences.
@@ -66,17 +71,19 @@ class State:
     semantic_digest: str,
     record_events: bool,
   ):
-    per_group = _pages_per_group(layout, num_pages)
-    if max_sequences < 1 or max_length < 1:
-      raise errors.LayoutError(
-        f"{max_sequences=} and {max_length=} must be at least 1"
-      )
+    if not isinstance(layout, layout_lib.CacheLayout):
+      raise errors.LayoutError(f"{layout=!r} is not a CacheLayout")
+    per_group = pages_per_group(layout, num_pages)
+    limits = 1, arguments.MOST_INT32, errors.LayoutError
+    max_sequences = arguments.whole("max_sequences", max_sequences, *limits)
+    max_length = arguments.whole("max_length", max_length, *limits)
     if tail_policy not in TAIL_POLICIES:
       raise errors.LayoutError(f"{tail_policy=} is not one of {TAIL_POLICIES}")
-    if prefix_index is not None and prefix_index not in INDEXES:
+    if prefix_index not in (None, *INDEXES):
       raise errors.LayoutError(
         f"{prefix_index=} is not one of {sorted(INDEXES)} or None"
       )
+    self.number = next(_NUMBERS)
     self.layout = layout
     self.max_sequences = max_sequences
     self.max_length = max_length
@@ -89,7 +96,7 @@ class State:
     self.longest = min(
       max_length, *(pool.num_pages * pool.page_size for pool in self.pools)
     )
-    self.rows = sequences.SequenceRows(layout, max_sequences, max_length)
+    self.rows = _make_rows(layout, max_sequences, max_length)
     self.namespaces = identity.Namespaces(semantic_digest, layout.digest)
     self.events = telemetry.EventLog() if record_events else None
     self.side_input_keys = side_inputs.SideInputKeys()
@@ -108,8 +115,8 @@ class State:
     self.epoch = 0
     self.open_plan: steps.StepPlan | None = None
     self.held_leases: dict[int, receipts.Lease] = {}
-    self.lease_numbers = itertools.count(1)
-    self.lock = threading.RLock()
+    self.num_leases = self.num_leases_lost = 0
+    self.lock = self.rows.lock
     self.on_phase: Callable[[str], None] | None = None
 
   @property
@@ -126,9 +133,9 @@ class State:
     """The row of an open sequence that is in no step.
 
     Raises:
-      SequenceClosed, DeviceLost, SequenceInStep.
+      BadHandle, SequenceClosed, DeviceLost, SequenceInStep.
     """
-    row = sequence.row
+    row = self.rows.row_of(sequence)
     if self.open_plan is not None and row in self.open_plan.rows:
       raise errors.SequenceInStep(
         f"the sequence in row {row} is a member of the open step"
@@ -136,15 +143,53 @@ class State:
     return row
 
 
-def _pages_per_group(
+def pages_per_group(
   layout: layout_lib.CacheLayout, num_pages: int | Sequence[int]
 ) -> tuple[int, ...]:
-  groups = len(layout.groups)
-  counts = (
-    (num_pages,) * groups if isinstance(num_pages, int) else tuple(num_pages)
-  )
-  if len(counts) != groups or min(counts) < 1:
+  """The pages of each group's pool.
+
+  Raises:
+    LayoutError: Where there is not one number for each group, one is below 1,
+      or the slots of so many pages do not fit int32.
+  """
+  groups = layout.groups
+  if arguments.is_whole(num_pages):
+    counts: tuple = (num_pages,) * len(groups)
+  elif isinstance(num_pages, Sequence | np.ndarray):
+    counts = tuple(num_pages)
+  else:
+    raise errors.LayoutError(f"{num_pages=!r} is not a whole number")
+  if len(counts) != len(groups):
     raise errors.LayoutError(
-      f"{num_pages=} must be at least 1 for each of {groups} groups"
+      f"{num_pages=!r} is not one number for each of {len(groups)} groups"
     )
-  return counts
+  return tuple(
+    _pool_pages(group, count)
+    for group, count in zip(groups, counts, strict=True)
+  )
+
+
+def _pool_pages(group: layout_lib.CacheGroup, num_pages: int) -> int:
+  size = group.page_size
+  # Slots go to `(num_pages + 1) * size - 1`: page 0 is the null page.
+  return arguments.whole(
+    "num_pages",
+    num_pages,
+    1,
+    (arguments.MOST_INT32 + 1) // size - 1,
+    lambda message: errors.LayoutError(
+      f"{message}, for slots of group {group.name!r} in pages of {size} rows to"
+      " fit int32"
+    ),
+  )
+
+
+def _make_rows(
+  layout: layout_lib.CacheLayout, max_sequences: int, max_length: int
+) -> sequences.SequenceRows:
+  try:
+    return sequences.SequenceRows(layout, max_sequences, max_length)
+  except (MemoryError, ValueError) as error:
+    raise errors.LayoutError(
+      f"there is no memory for tables of {max_sequences=} and {max_length=}"
+    ) from error

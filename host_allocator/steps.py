@@ -118,7 +118,7 @@ def pack(
 
   Raises:
     ShapeOverflow: Where the step does not fit the shape.
-    LayoutError: Where the widths are not the cache's.
+    LayoutError: Where it is none, or its widths are not the cache's.
   """
   _check_fits(plan, rows, packing)
   stride = plan.stride if plan.stride is rows.stride else None
@@ -257,6 +257,8 @@ def _fill_tables(
 def _check_fits(
   plan: StepPlan, rows: sequences_lib.SequenceRows, packing: tables.Packing
 ) -> None:
+  if not isinstance(packing, tables.Packing):
+    raise errors.LayoutError(f"{packing!r} is not a Packing")
   shape = packing.shape
   num_sequences = len(plan.rows)
   if num_sequences > shape.num_sequences or plan.num_tokens > shape.num_tokens:

@@ -2,9 +2,11 @@
 
 import array
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
+from host_allocator import arguments
 from host_allocator import errors
 
 _INT32 = np.dtype(np.int32)
@@ -20,9 +22,9 @@ def limit(vocab_size: int | None) -> int:
   """
   if vocab_size is None:
     return _INT32_IDS
-  if not 0 < vocab_size <= _INT32_IDS:
-    raise errors.LayoutError(f"{vocab_size=} is not within 1..{_INT32_IDS}")
-  return vocab_size
+  return arguments.whole(
+    "vocab_size", vocab_size, 1, _INT32_IDS, errors.LayoutError
+  )
 
 
 def to_array(
@@ -37,6 +39,8 @@ def to_array(
   Raises:
     TokenOutOfRange: Naming the first bad id and the limit.
   """
+  if not isinstance(tokens, (list, np.ndarray)):
+    tokens = _known_kind(tokens)
   if isinstance(tokens, np.ndarray):
     is_ready = tokens.dtype is _INT32 and tokens.ndim == 1
     ids = tokens if is_ready else _checked_dtype(tokens)
@@ -62,13 +66,27 @@ def _are_within(ids: np.ndarray, token_limit: int) -> bool:
   return bool(ids[ids.argmax()] < token_limit)
 
 
-def _from_list(tokens: Sequence[int]) -> np.ndarray:
+def _known_kind(tokens: Any) -> list[int] | np.ndarray:
+  """Any sequence as a list, and what NumPy can take as an array of its own.
+
+  Sets and iterators are refused, whose order or number nobody can look up.
+  """
+  if hasattr(tokens, "__array__"):
+    return np.asarray(tokens)
+  if not isinstance(tokens, Sequence):  # Raw bytes are a sequence of ids too.
+    raise errors.TokenOutOfRange(
+      "tokens must be a flat list of whole numbers, not"
+      f" {type(tokens).__name__}"
+    )
+  return [*tokens]
+
+
+def _from_list(tokens: list[int]) -> np.ndarray:
   """A list as uint32, or as objects where an id does not fit."""
   try:
     # Four times faster than np.array, and refuses negative numbers, fractions
-    # and strings. What is not a list might be raw bytes to it.
-    packed = array.array("I", tokens if isinstance(tokens, list) else [*tokens])
-    return np.frombuffer(packed, _UINT32)
+    # and strings.
+    return np.frombuffer(array.array("I", tokens), _UINT32)
   except (TypeError, OverflowError):
     whole = [each for each in tokens if isinstance(each, int | np.integer)]
     if len(whole) == len(tokens):

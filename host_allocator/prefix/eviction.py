@@ -39,7 +39,7 @@ class EvictionQueue:
   """
 
   def __init__(self, policy: str):
-    if policy not in POLICIES:
+    if policy not in tuple(POLICIES):
       raise errors.LayoutError(
         f"eviction policy {policy!r} is not one of {sorted(POLICIES)}"
       )

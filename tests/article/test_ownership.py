@@ -278,7 +278,12 @@ def nothing(allocator, a):
   return None
 
 
-HANDLE = pages.PageHandle(0, 1, 1)
+def handle(allocator, **changes):
+  """A handle of the allocator's page 1, or of what the changes say."""
+  found = pages.PageHandle(allocator.number, 0, 1, 1)
+  return dataclasses.replace(found, **changes)
+
+
 # What makes ready, what is then tried, and the reason for which it is refused.
 MALFORMED = {
   "close twice": (closed, lambda c, a, s: c.close(a), "sequence_closed"),
@@ -300,22 +305,22 @@ MALFORMED = {
   "stale handle": (stale, lambda c, a, s: c.check_handle(s), "stale_handle"),
   "no such group": (
     nothing,
-    lambda c, a, s: c.check_handle(dataclasses.replace(HANDLE, group=2)),
+    lambda c, a, s: c.check_handle(handle(c, group=2)),
     "bad_handle",
   ),
   "null page": (
     nothing,
-    lambda c, a, s: c.check_handle(dataclasses.replace(HANDLE, page=0)),
+    lambda c, a, s: c.check_handle(handle(c, page=0)),
     "bad_handle",
   ),
   "page past the pool": (
     nothing,
-    lambda c, a, s: c.check_handle(dataclasses.replace(HANDLE, page=9)),
+    lambda c, a, s: c.check_handle(handle(c, page=9)),
     "bad_handle",
   ),
   "generation to come": (
     nothing,
-    lambda c, a, s: c.check_handle(dataclasses.replace(HANDLE, generation=99)),
+    lambda c, a, s: c.check_handle(handle(c, generation=99)),
     "stale_handle",
   ),
   "second step": (open_plan, lambda c, a, s: c.plan([(a, 1)]), "step_open"),

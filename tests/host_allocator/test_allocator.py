@@ -1,5 +1,6 @@
 """The life of sequences and steps, executed on rows that remember prefixes."""
 
+import dataclasses
 import itertools
 import threading
 
@@ -477,12 +478,19 @@ def test_a_recycled_page_makes_handles_and_receipts_stale(indexed):
 def test_handles_that_never_were_are_refused(bench):
   b = bench()
   ((handle, *_),) = b.cache.handles(b.open(PROMPT))
-  kind = type(handle)
-  for bad in (kind(0, 0, 1), kind(0, 33, 1), kind(1, 1, 1), kind(-1, 1, 1)):
+  for changes in (
+    {"page": 0},
+    {"page": 33},
+    {"group": 1},
+    {"group": -1},
+    {"pool": handle.pool + 1},
+  ):
     with pytest.raises(errors.BadHandle):
-      b.cache.check_handle(bad)
+      b.cache.check_handle(dataclasses.replace(handle, **changes))
   with pytest.raises(errors.StaleHandle):
-    b.cache.check_handle(kind(0, handle.page, handle.generation + 1))
+    b.cache.check_handle(
+      dataclasses.replace(handle, generation=handle.generation + 1)
+    )
 
 
 def test_step_receipts_carry_digests_when_asked(bench):
