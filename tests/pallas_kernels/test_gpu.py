@@ -78,6 +78,13 @@ class TestMasks(conformance.MaskConformance):
 
 class TestUpdates(conformance.UpdateConformance):
   implementation = IMPLEMENTATION
+  # A program for each width and dtype; `TestAllUpdates` has them.
+  test_rows_land_in_their_slots_and_nothing_else_moves = None
+  test_copies_take_the_first_rows_of_a_page = None
+
+  def test_a_page_and_parts_of_pages_are_copied(self):
+    class_ = conformance.UpdateConformance
+    class_.test_copies_take_the_first_rows_of_a_page(self, 64, "int8")
 
   def test_padded_rows_go_to_the_null_page_only(self):
     """As the shared one: padded rows race for slots that nobody reads."""
@@ -87,6 +94,13 @@ class TestUpdates(conformance.UpdateConformance):
     )
     with mock.patch.object(type(self), "implementation", unchecked):
       class_.test_padded_rows_go_to_the_null_page_only(self)
+
+
+@pytest.mark.slow
+class TestAllUpdates(conformance.UpdateConformance):
+  implementation = IMPLEMENTATION
+  # It races on purpose: see `TestUpdates`.
+  test_padded_rows_go_to_the_null_page_only = None
 
 
 class TestSelection:
