@@ -146,7 +146,8 @@ def translate(
 
   Reference: §0x03I.
   """
-  view = _view(snapshot, request, token)
+  view = _view(snapshot, request)
+  token = _visible(request, view, token)
   index, layer_local = _owner(snapshot.layout, layer)
   group, pool = snapshot.layout.groups[index], snapshot.pools[index]
   logical_page, row = divmod(token, group.page_size)
@@ -158,8 +159,8 @@ def translate(
       f" {record.valid_rows} valid rows",
     )
   base, width = _array(group, pool, kind)
-  _check_range("head", head, group.num_kv_heads)
-  _check_range("lane", lane, width)
+  head = _within("head", head, group.num_kv_heads)
+  lane = _within("lane", lane, width)
   coordinate = {
     "layer": layer_local,
     "page": record.slot,
@@ -187,25 +188,26 @@ def translate(
   )
 
 
-def _view(
-  snapshot: AddressSnapshot, request: str, token: int
-) -> RequestSnapshot:
+def _view(snapshot: AddressSnapshot, request: str) -> RequestSnapshot:
   known = isinstance(request, str) and request in snapshot.requests
   if not known:
     raise errors.AddressError("unknown_request", f"no request {request!r}")
-  view = snapshot.requests[request]
-  _check_whole("token_not_visible", "token", token)
+  return snapshot.requests[request]
+
+
+def _visible(request: str, view: RequestSnapshot, token: int) -> int:
+  token = _whole("token_not_visible", "token", token)
   if not 0 <= token < view.context_length:
     raise errors.AddressError(
       "token_not_visible",
       f"token {token} of request {request!r}, which has"
       f" {view.context_length} tokens",
     )
-  return view
+  return token
 
 
 def _owner(layout: layout_lib.CacheLayout, layer: int) -> tuple[int, int]:
-  _check_whole("unknown_layer", "layer", layer)
+  layer = _whole("unknown_layer", "layer", layer)
   owner = layout.layer_groups.get(layer)
   if owner is None:
     raise errors.AddressError(
@@ -247,17 +249,18 @@ def _array(
   return pool.bases["kv" if "kv" in group.axis_order else kind], width
 
 
-def _check_whole(reason: str, name: str, value: int) -> None:
+def _whole(reason: str, name: str, value: int) -> int:
   refusal = functools.partial(errors.AddressError, reason)
-  arguments.whole(name, value, refusal=refusal)
+  return arguments.whole(name, value, refusal=refusal)
 
 
-def _check_range(name: str, value: int, limit: int) -> None:
-  _check_whole(f"{name}_out_of_range", name, value)
+def _within(name: str, value: int, limit: int) -> int:
+  value = _whole(f"{name}_out_of_range", name, value)
   if not 0 <= value < limit:
     raise errors.AddressError(
       f"{name}_out_of_range", f"{name} {value} of {limit}"
     )
+  return value
 
 
 class Finding(NamedTuple):

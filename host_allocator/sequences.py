@@ -255,7 +255,9 @@ class SequenceRows:
     if type(sequence) is not Sequence:
       raise errors.BadHandle(f"{sequence!r} is not a sequence")
     if sequence._rows is not self:
-      raise errors.BadHandle(f"{sequence!r} is another allocator's")
+      raise errors.BadHandle(  # Not its repr, for which its lock is needed.
+        f"sequence generation {sequence.generation} is another allocator's"
+      )
     return sequence.row
 
   def batch(self, members: Iterable[Sequence]) -> Batch:

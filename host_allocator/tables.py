@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from host_allocator import arguments
 from host_allocator import errors
 
 MAX_STEP_SHAPES = 16
@@ -139,7 +140,6 @@ class Packing:
       table[part.members, part.columns] = part.pages
 
 
-@functools.lru_cache(maxsize=64)
 def step_shapes(max_tokens: int, max_sequences: int) -> tuple[StepShape, ...]:
   """The buckets of a cache, at most 16, by ascending cost.
 
@@ -155,10 +155,17 @@ def step_shapes(max_tokens: int, max_sequences: int) -> tuple[StepShape, ...]:
     Shapes such that every step within the bounds fits one of them.
 
   Raises:
-    LayoutError: Where either bound is below one.
+    LayoutError: Where either bound is not a whole number from 1 within int32.
   """
-  if max_tokens < 1 or max_sequences < 1:
-    raise errors.LayoutError(f"{max_tokens=} and {max_sequences=} must be >= 1")
+  limits = 1, arguments.MOST_INT32, errors.LayoutError
+  return _step_shapes(
+    arguments.whole("max_tokens", max_tokens, *limits),
+    arguments.whole("max_sequences", max_sequences, *limits),
+  )
+
+
+@functools.lru_cache(maxsize=64)
+def _step_shapes(max_tokens: int, max_sequences: int) -> tuple[StepShape, ...]:
   decode = _halvings(min(max_tokens, max_sequences), 1, steps=6)
   shapes = {StepShape(size, size) for size in decode}
   # A step that is not decode has more token rows than sequences.
@@ -217,14 +224,22 @@ def expand_to_kernel_pages(
     int32 `[..., W * page_size // kernel_page_size]`.
 
   Raises:
-    LayoutError: Where the kernel's page does not divide the allocator's.
+    LayoutError: Where the kernel's page does not divide the allocator's, or a
+      kernel page's id would not fit int32.
+    BadHandle: The table holds something other than page ids.
   """
+  whole, refusal = arguments.whole, errors.LayoutError
+  page_size = whole("page_size", page_size, 1, None, refusal)
+  kernel_page_size = whole(
+    "kernel_page_size", kernel_page_size, refusal=refusal
+  )
   if kernel_page_size < 1 or page_size % kernel_page_size:
     raise errors.LayoutError(
       f"{kernel_page_size=} does not divide {page_size=}: a kernel page would "
       "straddle two allocator pages"
     )
   split = page_size // kernel_page_size
+  check_page_ids(page_table, (arguments.MOST_INT32 + 1) // split - 1)
   wide = page_table[..., None] * split + np.arange(split, dtype=np.int32)
   return wide.reshape(*page_table.shape[:-1], -1).astype(np.int32)
 
@@ -239,8 +254,13 @@ def check_page_ids(page_table: np.ndarray, num_pages: int) -> None:
     num_pages: Pages that can be allocated.
 
   Raises:
-    BadHandle: Naming the first such entry and the limit.
+    BadHandle: Naming the first such entry and the limit, or that entries are
+      not whole numbers.
   """
+  if page_table.dtype.kind not in "iu":
+    raise errors.BadHandle(
+      f"page ids are {page_table.dtype}, not whole numbers"
+    )
   bad = np.argwhere((page_table < 0) | (page_table > num_pages))
   if len(bad):
     at = tuple(bad[0].tolist())
