@@ -62,6 +62,8 @@ class Forgetting(readers.Readers):
       for sequence in self.rows.open_sequences():
         sequence.lost = True
         self.rows.give_back(sequence)
+      for table in self.rows.tables:
+        table[:] = 0  # Also what a commit under way has entered too far.
       self.held_leases.clear()
       self.num_leases_lost = self.num_leases
       for pool in self.pools:
