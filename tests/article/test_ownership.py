@@ -5,6 +5,7 @@ What it fixes is who holds what, at which version, and what moves.
 """
 
 import dataclasses
+import fractions
 
 import pytest
 
@@ -144,7 +145,12 @@ def test_a_branch_after_twenty_tokens(page_size):
   assert driver.copied_rows(plan) == [rows]
   assert 2 * receipt.copied_bytes == {0: 0, 4: 512, 20: 2560}[rows] * KIB
   assert receipt.new_pages == (1,)
-  assert allocator.layout.groups[0].page_bytes == page_size * 64 * KIB
+  capacity = allocator.layout.groups[0].page_bytes
+  assert capacity == page_size * 64 * KIB
+  amplification = {8: (2, 1), 16: (4, 1), 32: (8, 5), 64: (16, 5)}
+  if rows:  # P / r: the page taken for the rows copied.
+    found = fractions.Fraction(capacity, receipt.copied_bytes)
+    assert found == fractions.Fraction(*amplification[page_size])
 
 
 @pytest.mark.parametrize(

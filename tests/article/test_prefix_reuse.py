@@ -158,6 +158,20 @@ def side(offset, length, digest):
 # An opening that must be refused, by what reason.
 REFUSED = {
   "no tokens": ({"tokens": []}, "empty_prompt"),
+  "nothing at all": ({"tokens": None}, "token_out_of_range"),
+  "tokens without an order": ({"tokens": {1, 2}}, "token_out_of_range"),
+  "a namespace by number": ({"namespace": 7}, "bad_argument"),
+  "a list of adapters": ({"adapter": ["a"]}, "bad_argument"),
+  "a salt in bytes": ({"salt": b"s"}, "bad_argument"),
+  "a priority in words": ({"priority": "high"}, "bad_argument"),
+  "logits wanted five times": ({"want_logits": 5}, "bad_argument"),
+  "half an offset": ({"side_inputs": [side(1.5, 2, "x")]}, "bad_side_input"),
+  "a side input of two parts": ({"side_inputs": [(3, 2)]}, "bad_side_input"),
+  "an identity in bytes": (
+    {"side_inputs": [side(3, 2, b"x")]},
+    "bad_side_input",
+  ),
+  "a receipt in words": ({"receipt": "seen it"}, "bad_handle"),
   "a negative token": ({"tokens": [5, -1]}, "token_out_of_range"),
   "a token past the vocabulary": ({"tokens": [1000]}, "token_out_of_range"),
   "a token past 32 bits": ({"tokens": [2**40]}, "token_out_of_range"),
@@ -203,6 +217,22 @@ def test_a_malformed_opening_is_refused_by_name(cached, name):
   assert cached.state_digest() == digest
   assert cached.epoch == epoch
   assert cached.audit() == ()
+
+
+def test_a_receipt_of_another_index_or_cache_is_refused(cached):
+  other = driver.make(driver.two_groups(), 16)
+  foreign = driver.prefilled(other, PROMPT).receipt
+  own = cached.open(PROMPT, **MATCHING)
+  digest = cached.state_digest()
+  for receipt in (foreign, own.receipt):
+    with pytest.raises(errors.BadHandle):
+      cached.open(PROMPT, adapter="a", salt="t", receipt=receipt)
+  assert cached.state_digest() == digest
+  cached.drop_index("")
+  digest = cached.state_digest()
+  with pytest.raises(errors.StaleReceipt, match="left behind"):
+    cached.open(PROMPT, **MATCHING, receipt=own.receipt)
+  assert cached.state_digest() == digest
 
 
 def test_what_could_never_be_computed_is_refused():

@@ -3,7 +3,10 @@
 Two chats and a few-shot pair run into each other: edges split where a boundary
 shows, duplicates go back to the pool, locked paths outlive two evictions.
 Our pages 1 to 24 stand for the article's slots. A childless leaf grows in place
-here, where the article hangs a new edge below it.
+here, where the article hangs a new edge below it: so [20, 21] and [22, 23] are
+one edge, and of its five evicted edges we count four, with the same eight
+slots. Its 18 operations count leases and publications one by one; here they are
+part of opening, committing and closing, of which there are fewer.
 """
 
 import pytest
@@ -137,14 +140,16 @@ def test_the_whole_trace(trace):
   trace.check()
 
   # Locked paths outlive pressure; parents go once they are leaves.
-  evicted = 0
+  evicted = evicted_edges = 0
   gone, rows = trace.evict(1)
   assert (gone, rows) == ([(61,)], 1)
   evicted += rows
+  evicted_edges += len(gone)
   trace.check()
   gone, rows = trace.evict(3)
   assert (set(gone), rows) == ({(60,), (50, 51)}, 3)
   evicted += rows
+  evicted_edges += len(gone)
   trace.check()
   assert allocator.usage()[0].evictable == 0
   with pytest.raises(errors.OutOfPages):
@@ -158,8 +163,11 @@ def test_the_whole_trace(trace):
   allocator.close(chat)
   gone, rows = trace.evict(3)
   assert rows == 4, "a whole edge goes, although three rows would do"
+  assert gone == [(20, 21, 22, 23)], "the article's [20, 21] and [22, 23]"
   evicted += rows
+  evicted_edges += len(gone)
   assert evicted == 8
+  assert evicted_edges + 1 == 5
   trace.check()
 
   receipt = handoff.receipt
@@ -349,12 +357,19 @@ def test_a_forbidden_operation_is_refused_by_name(branched, name):
 
 
 def test_an_inner_edge_is_never_the_victim(branched):
+  """Not even where nobody holds it and it has waited longest."""
+  (chat,) = branched.rows.open_sequences()
+  branched.close(chat)
   (root,) = branched.index.roots()
   inner = [n for n in branched.index.nodes(root) if n.children]
   assert inner
   for node in inner:
+    node.last_used = -1
     branched.index._queue.push(node)
-  branched.index.evict([1])
+  ends = [branched.index.end(node) for node in inner]
+  assert branched.index._queue.first() in inner
+  assert branched.index.evict([1]) == [1]
   assert branched.audit() == ()
   left = list(branched.index.nodes(root))
   assert all(node in left for node in inner)
+  assert [branched.index.end(node) for node in inner] == ends

@@ -91,14 +91,18 @@ def test_metadata(family):
   }
 
 
-@pytest.mark.parametrize(
-  ("page_size", "references", "descriptors", "unique_tail_kib"),
-  [(4, 20, 32, 192), (8, 11, 16, 448), (16, 6, 8, 960), (32, 4, 4, 1984)],
-)
-def test_smaller_pages_trade_tails_for_records(
-  page_size, references, descriptors, unique_tail_kib
-):
+@pytest.mark.parametrize("page_size", [4, 8, 16, 32, 64])
+def test_smaller_pages_trade_tails_for_records(page_size):
   """§0x09B: a pool of 128 rows, cut into pages of several sizes."""
+  # Entries of all tables, descriptors, whole pages, free pages, and bytes of
+  # them all at 4, 32, 24 and 4 a piece, 2 for each request and 128 for all.
+  references, descriptors, whole, free, metadata_total = {
+    4: (20, 32, 8, 23, 80 + 1024 + 192 + 92 + 6 + 128),
+    8: (11, 16, 4, 11, 44 + 512 + 96 + 44 + 6 + 128),
+    16: (6, 8, 2, 5, 482),
+    32: (4, 4, 1, 2, 16 + 128 + 24 + 8 + 6 + 128),
+    64: (3, 2, 0, 1, 12 + 64 + 0 + 4 + 6 + 128),
+  }[page_size]
   allocator = driver.make(driver.one_group(page_size), 128 // page_size)
   longest = driver.prefilled(allocator, TOKENS)
   for name in "BC":
@@ -107,9 +111,17 @@ def test_smaller_pages_trade_tails_for_records(
   assert counts.map_entries == references
   assert counts.page_descriptors == descriptors
   assert counts.requests == 3
+  assert (counts.hash_entries, counts.free_entries) == (whole, free)
+  sizes = metadata.RecordBytes(4, 32, 24, 2, 4, fixed=128)
+  assert metadata.metadata_bytes(sizes, counts)["total"] == metadata_total
   total = snapshots.ledger_of(allocator).total
-  assert total.tail_bytes == unique_tail_kib * KIB
-  assert total.logical_bytes == 74 * 64 * KIB
+  row = 64 * KIB
+  unique_tail = {4: 3, 8: 7, 16: 15, 32: 31, 64: 31}[page_size]
+  assert total.tail_bytes == unique_tail * row
+  # Each table's own last page, shared or not: 33, 25 and 16 rows.
+  views = {4: 6, 8: 14, 16: 22, 32: 54, 64: 118}[page_size]
+  assert total.reference_tail_bytes == views * row
+  assert total.logical_bytes == 74 * row
 
 
 def test_a_ledger_follows_the_pool_to_its_end(family):

@@ -409,8 +409,16 @@ def take(machine, rule, draw):
 
 
 def simulate(seed, episodes, steps):
-  """Runs episodes of random operations; returns how many of each there were."""
-  tally = collections.Counter()
+  """Runs episodes of random operations; returns how many of each there were.
+
+  Every operation is carried out on a world for each index and counted in both.
+  """
+  return sum(simulate_apart(seed, episodes, steps), collections.Counter())
+
+
+def simulate_apart(seed, episodes, steps):
+  """The same, counted for each world by itself."""
+  tallies = [collections.Counter() for _ in INDEXES]
   for episode in range(episodes):
     draw = random.Random(f"{seed} {episode}")
     machine = Machine()
@@ -442,9 +450,9 @@ def simulate(seed, episodes, steps):
         continue
       take(machine, rule, draw)
       machine.everything_holds()
-    for world in machine.worlds:
+    for tally, world in zip(tallies, machine.worlds, strict=True):
       tally.update(world.tally)
-  return tally
+  return tallies
 
 
 # What is counted beside the operations, for it must happen among them.
@@ -469,12 +477,39 @@ def test_a_seeded_run_meets_every_kind_of_operation():
 
 @pytest.mark.slow
 def test_two_hundred_thousand_operations():
-  tally: collections.Counter[str] = collections.Counter()
-  seed = 0
-  while sum(tally.values()) < 200_000:
+  run_operations(200_000)
+
+
+def test_operations_are_counted_once_and_refusals_apart():
+  accepted, refused, faults = run_operations(1, episodes=2, steps=60)
+  (tally, _) = simulate_apart("long 1", 2, 60)
+  kinds = {"open", "plan", "commit", "close", "append", "truncate", "fork"}
+  assert kinds <= set(tally)
+  assert accepted + refused + faults == sum(
+    n for kind, n in tally.items() if kind not in EVENTS
+  )
+  assert min(accepted, refused, faults) > 0
+  assert accepted < 2 * 60 * 10
+
+
+def run_operations(least, *, episodes=20, steps=400):
+  """Runs until one world has accepted so many operations.
+
+  Returns:
+    How many one world accepted, refused, and had to undo for a fault.
+  """
+  accepted = refused = faults = seed = 0
+  while accepted < least:
     seed += 1
-    found = simulate(seed=f"long {seed}", episodes=20, steps=400)
-    tally.update({k: n for k, n in found.items() if k not in EVENTS})
+    tally, _ = simulate_apart(f"long {seed}", episodes, steps)
+    for kind, count in tally.items():
+      if kind.startswith("refused "):
+        refused += count
+      elif kind.startswith("fault "):
+        faults += count
+      elif kind not in EVENTS:
+        accepted += count
+  return accepted, refused, faults
 
 
 def test_a_lease_taken_during_a_step_does_not_hide_its_rows():
