@@ -306,11 +306,9 @@ class KVAllocator(forgetting.Forgetting):
       if isinstance(batch, sequences_lib.Batch):
         self.rows.check_batch(batch)
         return reservation.reserve(self, batch, batch.ones, len(batch.rows))
-      pairs = _pairs(batch)
-      members = self.rows.batch([sequence for sequence, _ in pairs])
-      counts = reservation.check_counts(
-        [count for _, count in pairs], self.max_length
-      )
+      named, asked = _columns(batch)
+      members = self.rows.batch(named)
+      counts = reservation.check_counts(asked, self.max_length)
       return reservation.reserve(self, members, counts, int(counts.sum()))
 
   def pack(self, plan: steps.StepPlan, packing: tables.Packing) -> np.ndarray:
@@ -448,9 +446,11 @@ class KVAllocator(forgetting.Forgetting):
     )
 
 
-def _pairs(batch: Pairs) -> list[tuple[sequences_lib.Sequence, int]]:
+def _columns(batch: Pairs) -> tuple[list[sequences_lib.Sequence], list[int]]:
+  """The sequences and the counts of a step's pairs."""
   try:
-    return [(sequence, count) for sequence, count in batch]
+    pairs = tuple(batch)
+    return [sequence for sequence, _ in pairs], [count for _, count in pairs]
   except (TypeError, ValueError) as error:
     raise errors.BadStep(
       f"a step is (sequence, rows) pairs or a Batch, not {batch!r}"

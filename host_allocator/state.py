@@ -71,8 +71,6 @@ class State:
     semantic_digest: str,
     record_events: bool,
   ):
-    if not isinstance(layout, layout_lib.CacheLayout):
-      raise errors.LayoutError(f"{layout=!r} is not a CacheLayout")
     per_group = pages_per_group(layout, num_pages)
     limits = 1, arguments.MOST_INT32, errors.LayoutError
     max_sequences = arguments.whole("max_sequences", max_sequences, *limits)
@@ -152,6 +150,8 @@ def pages_per_group(
     LayoutError: Where there is not one number for each group, one is below 1,
       or the slots of so many pages do not fit int32.
   """
+  if not isinstance(layout, layout_lib.CacheLayout):
+    raise errors.LayoutError(f"{layout=!r} is not a CacheLayout")
   groups = layout.groups
   if arguments.is_whole(num_pages):
     counts: tuple = (num_pages,) * len(groups)

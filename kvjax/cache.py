@@ -13,6 +13,7 @@ from host_allocator import errors
 from host_allocator import layout as layouts
 from host_allocator import receipts
 from host_allocator import sequences
+from host_allocator import state as states
 from host_allocator import tables
 from host_allocator.prefix import side_inputs as side_inputs_lib
 from kvjax import pages as pages_lib
@@ -116,20 +117,19 @@ class KVCache:
     Raises:
       LayoutError: the sizes do not fit together.
     """
-    if isinstance(num_pages, int):
-      num_pages = (num_pages,) * len(layout.groups)
+    per_group = states.pages_per_group(layout, num_pages)
     if max_length is None:
       max_length = min(
         _DEFAULT_MAX_LENGTH,
         *(
           count * group.page_size
-          for count, group in zip(num_pages, layout.groups, strict=True)
+          for count, group in zip(per_group, layout.groups, strict=True)
         ),
       )
     self.layout = layout
     self.allocator = allocators.KVAllocator(
       layout,
-      num_pages=num_pages,
+      num_pages=per_group,
       max_sequences=max_sequences,
       max_length=max_length,
       prefix_index=prefix_index,
@@ -138,7 +138,7 @@ class KVCache:
       vocab_size=vocab_size,
     )
     self.step_shapes = tables.step_shapes(max_tokens_per_step, max_sequences)
-    self._num_pages = tuple(num_pages)
+    self._num_pages = per_group
     self._pages = pages_lib.make_pages(layout, self._num_pages)
     self._copy_rows = jax.jit(pages_lib.copy_rows, donate_argnums=0)
     self._packings: dict[tables.StepShape, tables.Packing] = {}

@@ -7,6 +7,7 @@ argument caused is a `ValueError` too.
 # ruff: noqa: F401, N818 - re-exported; the names say what happened.
 
 from host_allocator.errors import AddressError
+from host_allocator.errors import BadArgument
 from host_allocator.errors import BadHandle
 from host_allocator.errors import BadSideInput
 from host_allocator.errors import BadStep

@@ -68,6 +68,51 @@ def test_a_kept_batch_decodes_a_token_of_each_member():
     cache.append(batch, [1, 1])
 
 
+@pytest.mark.parametrize("num_pages", [np.int64(8), np.array([8])], ids=repr)
+def test_numpy_integers_are_as_good_as_ints_for_pools(num_pages):
+  cache = make_cache(num_pages=num_pages)
+  sequence = cache.open([1, 2, 3])
+  run(cache, (sequence, 3))
+  assert stored_tokens(cache, sequence) == [1, 2, 3]
+  with pytest.raises(errors.LayoutError, match=r"num_pages=1\.5"):
+    make_cache(num_pages=1.5)
+
+
+def test_another_caches_sequence_is_refused_before_the_device_is_asked():
+  cache, other = make_cache(), make_cache()
+  run(cache, (cache.open([1, 2, 3]), 3))
+  stranger = other.open([4, 5])
+  before = cache.allocator.state_digest(), other.allocator.state_digest()
+  with pytest.raises(errors.BadHandle, match="another allocator"):
+    run(cache, (stranger, 2))
+  assert before == (
+    cache.allocator.state_digest(),
+    other.allocator.state_digest(),
+  )
+  assert cache.audit() == other.audit() == ()
+
+
+def test_a_commit_that_is_struck_half_way_leaves_an_empty_usable_cache():
+  cache = make_cache()
+  sequence = cache.open([1, 2, 3, 4, 5])
+
+  def strike(phase):
+    if phase == "commit.entering":
+      cache.allocator.on_phase = None
+      raise KeyboardInterrupt
+
+  cache.allocator.on_phase = strike
+  with pytest.raises(KeyboardInterrupt):
+    run(cache, (sequence, 5))
+  with pytest.raises(errors.DeviceLost):
+    cache.close(sequence)
+  assert cache.audit() == ()
+  again = cache.open([1, 2, 3, 4, 5])
+  assert again.matched_tokens == 0
+  run(cache, (again, 5))
+  assert stored_tokens(cache, again) == [1, 2, 3, 4, 5]
+
+
 def test_an_exception_before_the_model_restores_the_predecessor():
   cache = make_cache()
   sequence = cache.open([1, 2, 3, 4, 5])
