@@ -67,7 +67,7 @@ def test_a_sequence_of_another_allocator_is_refused(twins, name):
 
 
 @pytest.mark.parametrize("name", OF_A_SEQUENCE)
-@pytest.mark.parametrize("other", [None, "x", 0, object(), [1]], ids=repr)
+@pytest.mark.parametrize("other", [None, "x", 0, 1.5, [1]], ids=repr)
 def test_what_is_no_sequence_is_refused(twins, name, other):
   call = OF_A_SEQUENCE[name]
   twins.refuses(lambda cache, _: call(cache, other), match="is not a sequence")
