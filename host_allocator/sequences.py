@@ -271,11 +271,12 @@ class SequenceRows:
     except TypeError as error:
       raise errors.BadHandle(f"{members!r} is not a batch") from error
     try:
-      numbers = [each.row_or_closed for each in sequences]
-      owned = [each._rows for each in sequences].count(self)
+      numbers = [
+        each.row_or_closed if each._rows is self else -1 for each in sequences
+      ]
     except AttributeError:
-      numbers, owned = [-1], 0
-    if owned < len(sequences) or -1 in numbers:
+      numbers = [-1]
+    if -1 in numbers:
       _ = [self.row_of(each) for each in sequences]  # Raises for the bad one.
     if len(set(numbers)) < len(numbers):
       raise errors.BadStep("a sequence is named twice in one batch")
