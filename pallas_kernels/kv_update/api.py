@@ -70,6 +70,9 @@ def write_kv(
     arrays[name] = gradients.inference_only("write_kv", arrays[name])
   operands = operands_lib.WriteOperands(**arrays)
   options = resolve_write(operands)
+  if not operands.slots.shape[0]:
+    pools_and_scales = arrays["k_pages"], arrays["v_pages"], k_scales, v_scales
+    return tuple(x for x in pools_and_scales if x is not None)
   if operands.k_scales is None:
     element = bits.element_dtype(operands.k_pages.dtype)
     operands = dataclasses.replace(
@@ -91,7 +94,8 @@ def resolve_write(
     KernelArgumentError: as `write_kv`.
   """
   k, v = operands.k, operands.v
-  checks.require_shape("k", k, "[tokens, kv_heads, head_dim]", [None] * 3)
+  rows = [*k.shape[:1], None, None]  # No rows are rows, too.
+  checks.require_shape("k", k, "[tokens, kv_heads, head_dim]", rows)
   checks.require_shape(
     "v", v, "[tokens, kv_heads, head_dim]", [*k.shape[:2], None]
   )

@@ -26,8 +26,6 @@ def why_write_unsupported(
   operands: operands_lib.WriteOperands, options: operands_lib.WriteOptions
 ) -> str | None:
   """Why the GPU kernel cannot write these rows, or None."""
-  if operands.slots.shape[0] == 0:
-    return "there is no row to write"
   return (
     gpu_device.why_unsupported()
     or _geometry_reason("k_pages", operands.k_pages, options.k_geometry)
@@ -40,8 +38,6 @@ def why_copy_unsupported(
   operands: operands_lib.CopyOperands, options: operands_lib.CopyOptions
 ) -> str | None:
   """Why the GPU kernel cannot copy these rows, or None."""
-  if operands.row_counts.shape[0] == 0:
-    return "there is no page to copy"
   page_size = options.geometry.page_size
   if page_size % GROUP_ROWS:
     return f"page_size {page_size}, expected a multiple of {GROUP_ROWS}"

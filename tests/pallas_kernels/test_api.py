@@ -214,8 +214,12 @@ def test_attention_names_values_that_cannot_be(changes, text):
     _attention(**changes)
 
 
-def test_copying_nothing_changes_nothing():
+def test_writing_or_copying_nothing_changes_nothing():
   pages = jnp.ones((2, 2, 4, 16))
+  rows, slots = jnp.ones((0, 2, 16)), jnp.zeros(0, jnp.int32)
+  k_pages, v_pages = kv_update.write_kv(rows, rows, pages, 2 * pages, slots)
+  np.testing.assert_array_equal(k_pages, pages)
+  np.testing.assert_array_equal(v_pages, 2 * pages)
   none = jnp.zeros(0, jnp.int32)
   assert kv_update.copy_rows(pages, none, none, none, head_dim=16) is pages
 

@@ -193,7 +193,6 @@ class TestRefusals:
   @pytest.mark.parametrize(
     ("change", "reason"),
     [
-      ({"rows": 0}, "there is no (row|page) to"),
       ({"head_dim": 72, "kv_dtype": "int8"}, "72 bytes, expected a multiple"),
       ({"head_dim": 320}, "has head_dim 320, expected at most 256"),
       ({"kv_heads": 300}, "has kv_heads 300, expected at most 256"),
