@@ -71,8 +71,8 @@ def write_kv(
   operands = operands_lib.WriteOperands(**arrays)
   options = resolve_write(operands)
   if not operands.slots.shape[0]:
-    pools_and_scales = arrays["k_pages"], arrays["v_pages"], k_scales, v_scales
-    return tuple(x for x in pools_and_scales if x is not None)
+    written = ("k_pages", "v_pages", "k_scales", "v_scales")
+    return tuple(arrays[x] for x in written if arrays[x] is not None)
   if operands.k_scales is None:
     element = bits.element_dtype(operands.k_pages.dtype)
     operands = dataclasses.replace(

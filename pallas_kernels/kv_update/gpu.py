@@ -88,14 +88,15 @@ def write_kv(
   # Mosaic GPU is imported where it runs: a TPU's process does without.
   from pallas_kernels.kv_update import gpu_rows
 
+  page_size, slots = options.k_geometry.page_size, operands.slots
   k, k_scales = _stored(
-    operands.k, operands.k_pages, operands.k_scales, operands, options
+    operands.k, operands.k_pages, operands.k_scales, slots, page_size
   )
   v, v_scales = _stored(
-    operands.v, operands.v_pages, operands.v_scales, operands, options
+    operands.v, operands.v_pages, operands.v_scales, slots, page_size
   )
   k_pages, v_pages = gpu_rows.write(
-    k, v, operands.k_pages, operands.v_pages, operands.slots
+    k, v, operands.k_pages, operands.v_pages, slots
   )
   if k_scales is None or v_scales is None:
     return k_pages, v_pages
@@ -106,15 +107,14 @@ def _stored(
   x: jax.Array,  # [tokens, kv_heads, head_dim]
   pages: jax.Array,
   scales: jax.Array | None,
-  operands: operands_lib.WriteOperands,
-  options: operands_lib.WriteOptions,
+  slots: jax.Array,  # int32 [tokens]
+  page_size: int,
 ) -> tuple[jax.Array, jax.Array | None]:
   """Rows as pages hold them, and the scales with theirs among them."""
   if scales is None:
     return bits.store(x, pages.dtype), None
   rows, factors = quantize.quantize_rows(x, bits.element_dtype(pages.dtype))
-  page_size = options.k_geometry.page_size
-  page, row = operands.slots // page_size, operands.slots % page_size
+  page, row = slots // page_size, slots % page_size
   scales = xla.scatter_scales(scales, factors, page, row, page_size)
   return bits.store(rows, pages.dtype), scales
 
