@@ -7,6 +7,7 @@ from collections.abc import Callable
 import jax
 import numpy as np
 
+from host_allocator import sequences
 from kvjax import cache as caches
 from kvjax import errors
 from kvjax import program
@@ -40,6 +41,7 @@ class Stepper:
     self._rows = sampling.RowsUpload()
     self._start_time = time.perf_counter()
     self._in_flight: tuple[schedulers.Batch, jax.Array] | None = None
+    self._batch: sequences.Batch | None = None
 
   def step(self) -> list[requests.TokenEvent]:
     """Runs one step; see `Engine.step` for what an exception leaves.
@@ -78,9 +80,8 @@ class Stepper:
     with contextlib.ExitStack() as stack:
       step = None
       while batch and step is None:
-        rows = [(sample.held, count) for sample, count in batch]
         try:
-          step = stack.enter_context(self._cache.step(rows))
+          step = stack.enter_context(self._cache.step(self._members(batch)))
         except errors.OutOfPages as error:
           batch = self._scheduler.make_room(batch, error)
       if step is None:
@@ -91,6 +92,23 @@ class Stepper:
         self._rows([sample for sample, _ in batch], step.arrays.num_sequences),
       )
       return batch, drawn
+
+  def _members(
+    self, batch: schedulers.Batch
+  ) -> list[tuple[sequences.Sequence, int]] | sequences.Batch:
+    """A step's rows, as the kept batch where all decode a row each."""
+    if all(count == 1 for _, count in batch):
+      return self._kept([sample.held for sample, _ in batch])
+    return [(sample.held, count) for sample, count in batch]
+
+  def _kept(self, members: list[sequences.Sequence]) -> sequences.Batch:
+    """The batch of the last step while its members stay the same.
+
+    The allocator does less for one that it has seen before.
+    """
+    if self._batch is None or self._batch.sequences != tuple(members):
+      self._batch = self._cache.batch(members)
+    return self._batch
 
   def _read(self, drawn: jax.Array) -> list[int]:
     """Waits for the step's tokens."""
@@ -126,7 +144,7 @@ class Stepper:
         self._scheduler.leave(sample)
     self._stats.generated_tokens += len(events)
     if growing:
-      self._cache.append(growing, appended)
+      self._cache.append(self._kept(growing), appended)
     return events
 
   def _record(self) -> None:
