@@ -17,6 +17,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from host_allocator import arguments
+from host_allocator import ending
 from host_allocator import errors
 from host_allocator import forgetting
 from host_allocator import holding
@@ -32,7 +33,7 @@ from host_allocator import tables
 from host_allocator import tokens as tokens_lib
 from host_allocator.prefix import side_inputs as side_inputs_lib
 
-Pairs = Iterable[tuple[sequences_lib.Sequence, int]]
+Pairs = reservation.Pairs
 Members = Sequence[sequences_lib.Sequence] | sequences_lib.Batch
 
 
@@ -193,7 +194,7 @@ class KVAllocator(forgetting.Forgetting):
     """
     ids = tokens_lib.to_array(tokens, self._token_limit)
     with self.lock:
-      batch = self._checked(sequences)
+      batch = self.rows.as_batch(sequences)
       if len(batch.rows) != len(ids):
         raise errors.BadStep(
           f"{len(batch.rows)} sequences got {len(ids)} tokens"
@@ -258,7 +259,7 @@ class KVAllocator(forgetting.Forgetting):
     """
     with self.lock:
       self.idle_row(sequence)
-      return self._close(sequence, "closed")
+      return ending.close(self, sequence, "closed")
 
   def cancel(self, sequence: sequences_lib.Sequence) -> receipts.ReleaseReceipt:
     """Closes a sequence, or marks a member of the open step to be closed.
@@ -271,7 +272,7 @@ class KVAllocator(forgetting.Forgetting):
     with self.lock:
       row, plan = self.rows.row_of(sequence), self.open_plan
       if plan is None or row not in plan.rows:
-        return self._close(sequence, "cancelled")
+        return ending.close(self, sequence, "cancelled")
       if sequence not in plan.cancelled:
         plan.cancelled.append(sequence)
       return receipts.ReleaseReceipt(
@@ -306,10 +307,20 @@ class KVAllocator(forgetting.Forgetting):
       if isinstance(batch, sequences_lib.Batch):
         self.rows.check_batch(batch)
         return reservation.reserve(self, batch, batch.ones, len(batch.rows))
-      named, asked = _columns(batch)
+      named, counts = reservation.columns(batch, self.max_length)
       members = self.rows.batch(named)
-      counts = reservation.check_counts(asked, self.max_length)
       return reservation.reserve(self, members, counts, int(counts.sum()))
+
+  def size(self, batch: Pairs | sequences_lib.Batch) -> tuple[int, int]:
+    """How many tokens and sequences a step of a batch would have.
+
+    Raises:
+      BadStep: It is none, or asks for rows that no sequence can have.
+    """
+    if isinstance(batch, sequences_lib.Batch):
+      return len(batch.rows), len(batch.rows)
+    named, counts = reservation.columns(batch, self.max_length)
+    return int(counts.sum()), len(named)
 
   def pack(self, plan: steps.StepPlan, packing: tables.Packing) -> np.ndarray:
     """The step as one int32 buffer; see `tables.Packing`.
@@ -378,12 +389,6 @@ class KVAllocator(forgetting.Forgetting):
         f" {tuple(pool.num_pages for pool in self.pools)}"
       )
 
-  def _checked(self, members: Members) -> sequences_lib.Batch:
-    if isinstance(members, sequences_lib.Batch):
-      self.rows.check_batch(members)
-      return members
-    return self.rows.batch(members)
-
   def _check_open(self, plan: steps.StepPlan) -> None:
     if plan is None or plan is not self.open_plan:
       raise errors.StepClosed("the plan is not the open step")
@@ -408,50 +413,6 @@ class KVAllocator(forgetting.Forgetting):
     released: tuple[int, ...],
     before: str | None,
   ) -> receipts.StepReceipt:
-    self.open_plan = None
-    for sequence in plan.cancelled:
-      self._close(sequence, "cancelled")
-    copied = tuple([group.num_copied_rows for group in plan.groups])
-    return receipts.StepReceipt(
-      outcome,
-      self.epoch,
-      plan.num_tokens,
-      tuple([len(group.pages) for group in plan.groups]),
-      copied,
-      self._copied_bytes(copied),
-      released,
-      before,
-      self._recorded_digest(),
-    )
-
-  def _copied_bytes(self, copied: tuple[int, ...]) -> int:
-    if not any(copied):
-      return 0
-    return sum(
-      rows * group.row_bytes
-      for rows, group in zip(copied, self.layout.groups, strict=True)
-    )
-
-  def _close(
-    self, sequence: sequences_lib.Sequence, outcome: str
-  ) -> receipts.ReleaseReceipt:
-    length = int(self.rows.length[sequence.row])
-    generation = sequence.generation
-    self.index.insert(sequence, length)
-    dropped = holding.release(self, sequence)
-    if self.side_input_keys.is_due:
-      self.side_input_keys.forget_unused(matching.keys_in_use(self))
-    return receipts.ReleaseReceipt(
-      outcome, self.epoch, generation, length, dropped
-    )
-
-
-def _columns(batch: Pairs) -> tuple[list[sequences_lib.Sequence], list[int]]:
-  """The sequences and the counts of a step's pairs."""
-  try:
-    pairs = tuple(batch)
-    return [sequence for sequence, _ in pairs], [count for _, count in pairs]
-  except (TypeError, ValueError) as error:
-    raise errors.BadStep(
-      f"a step is (sequence, rows) pairs or a Batch, not {batch!r}"
-    ) from error
+    ending.close_cancelled(self, plan)
+    after = self._recorded_digest()
+    return ending.step_receipt(self, plan, outcome, released, before, after)

@@ -1,5 +1,7 @@
 """What a step needs, room for it, and its reservation: all or nothing (R2)."""
 
+from collections.abc import Iterable
+
 import numpy as np
 
 from host_allocator import errors
@@ -8,16 +10,32 @@ from host_allocator import state as state_lib
 from host_allocator import steps
 from host_allocator import tables
 
+Pairs = Iterable[tuple[sequences.Sequence, int]]
+
 _NONE = np.zeros(0, np.int32)
 
 
-def check_counts(counts: list[int], max_length: int) -> np.ndarray:
-  """The rows to compute of each member, int32 `[n]`.
+def columns(
+  batch: Pairs, max_length: int
+) -> tuple[list[sequences.Sequence], np.ndarray]:
+  """The members of a step, and the rows to compute of each, int32 `[n]`.
 
   Raises:
-    BadStep: There is no member, or one has no rows, a fraction of one, or more
-      than any sequence can have.
+    BadStep: These are no pairs, there is no member, or one has no rows, a
+      fraction of one, or more than any sequence can have.
   """
+  try:
+    pairs = tuple(batch)
+    named = [sequence for sequence, _ in pairs]
+    counts = [count for _, count in pairs]
+  except (TypeError, ValueError) as error:
+    raise errors.BadStep(
+      f"a step is (sequence, rows) pairs or a Batch, not {batch!r}"
+    ) from error
+  return named, _checked_counts(counts, max_length)
+
+
+def _checked_counts(counts: list[int], max_length: int) -> np.ndarray:
   try:
     given = np.array(counts)
   except (ValueError, OverflowError):

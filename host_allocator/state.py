@@ -4,6 +4,7 @@ matching.py      what a new or waiting sequence takes over from the index
 holding.py       references of tables and leases: fork, cut, release
 reservation.py   what a step needs, room for it, and its reservation
 publication.py   making a step's outcome visible
+ending.py        closing sequences, ending steps, receipts of both
 steps.py         the plan of a step and its packed buffer
 allocator.py     the transactions, under one lock
 """
@@ -20,6 +21,7 @@ from host_allocator import identity
 from host_allocator import layout as layout_lib
 from host_allocator import pages
 from host_allocator import receipts
+from host_allocator import sequence_rows
 from host_allocator import sequences
 from host_allocator import steps
 from host_allocator import telemetry
@@ -186,9 +188,9 @@ def _pool_pages(group: layout_lib.CacheGroup, num_pages: int) -> int:
 
 def _make_rows(
   layout: layout_lib.CacheLayout, max_sequences: int, max_length: int
-) -> sequences.SequenceRows:
+) -> sequence_rows.SequenceRows:
   try:
-    return sequences.SequenceRows(layout, max_sequences, max_length)
+    return sequence_rows.SequenceRows(layout, max_sequences, max_length)
   except (MemoryError, ValueError) as error:
     raise errors.LayoutError(
       f"there is no memory for tables of {max_sequences=} and {max_length=}"

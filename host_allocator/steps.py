@@ -18,6 +18,7 @@ import numpy as np
 
 from host_allocator import buffers
 from host_allocator import errors
+from host_allocator import sequence_rows
 from host_allocator import sequences as sequences_lib
 from host_allocator import strides
 from host_allocator import tables
@@ -88,7 +89,7 @@ def has_tails(plan: StepPlan, bundle: int) -> bool:
 
 
 def shared_tails(
-  plan: StepPlan, rows: sequences_lib.SequenceRows, group: int
+  plan: StepPlan, rows: sequence_rows.SequenceRows, group: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
   """Members that write on in a page not known to be theirs alone.
 
@@ -103,7 +104,7 @@ def shared_tails(
 
 
 def pack(
-  plan: StepPlan, rows: sequences_lib.SequenceRows, packing: tables.Packing
+  plan: StepPlan, rows: sequence_rows.SequenceRows, packing: tables.Packing
 ) -> np.ndarray:
   """Fills a buffer with a step, as `tables.Packing` describes it.
 
@@ -168,7 +169,7 @@ def _slots(
 
 def _decode_buffer(
   plan: StepPlan,
-  rows: sequences_lib.SequenceRows,
+  rows: sequence_rows.SequenceRows,
   packing: tables.Packing,
   stride: strides.Stride | None,
 ) -> np.ndarray:
@@ -241,7 +242,7 @@ def _fill_tables(
   packing: tables.Packing,
   buffer: np.ndarray,
   plan: StepPlan,
-  rows: sequences_lib.SequenceRows,
+  rows: sequence_rows.SequenceRows,
 ) -> None:
   """Gathers the members' tables and puts in what the step has reserved."""
   count = len(plan.rows)
@@ -255,7 +256,7 @@ def _fill_tables(
 
 
 def _check_fits(
-  plan: StepPlan, rows: sequences_lib.SequenceRows, packing: tables.Packing
+  plan: StepPlan, rows: sequence_rows.SequenceRows, packing: tables.Packing
 ) -> None:
   if not isinstance(packing, tables.Packing):
     raise errors.LayoutError(f"{packing!r} is not a Packing")

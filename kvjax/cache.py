@@ -242,11 +242,12 @@ class KVCache:
     Raises:
       OutOfPages: the pool cannot hold the step; nothing has changed.
       StepOpen: another step is open.
+      BadStep: the batch is none, or asks for rows of unknown tokens.
       ShapeOverflow: more tokens or sequences than a step may have.
       PagesNotReturned: the block ended without setting `step.pages`.
       DeviceLost: the device pages were lost; the cache is empty afterwards.
     """
-    shape = self._shape(batch)
+    shape = tables.smallest_shape(self.step_shapes, *self.allocator.size(batch))
     plan = self.allocator.plan(batch)
     step: Step | None = None
     try:
@@ -296,16 +297,6 @@ class KVCache:
     return pages_lib.gather_rows(
       self._pages.groups[group], table, sequence.length, layer
     )
-
-  def _shape(
-    self, batch: Sequence[tuple[sequences.Sequence, int]] | sequences.Batch
-  ) -> tables.StepShape:
-    if isinstance(batch, sequences.Batch):
-      num_tokens = num_sequences = len(batch.rows)
-    else:
-      num_tokens = sum(count for _, count in batch)
-      num_sequences = len(batch)
-    return tables.smallest_shape(self.step_shapes, num_tokens, num_sequences)
 
   def _packing(self, shape: tables.StepShape) -> tables.Packing:
     # One object per shape: it works out its offsets once.

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from host_allocator import pages as pages_lib
-from host_allocator import sequences
+from host_allocator import sequence_rows
 from host_allocator import telemetry
 from host_allocator.prefix import base
 from host_allocator.prefix import eviction as eviction_lib
@@ -32,7 +32,7 @@ class Trees(base.PrefixIndex):
 
   def __init__(
     self,
-    rows: sequences.SequenceRows,
+    rows: sequence_rows.SequenceRows,
     pools: tuple[pages_lib.PagePool, ...],
     *,
     bundle: int,

@@ -113,6 +113,32 @@ def test_a_commit_that_is_struck_half_way_leaves_an_empty_usable_cache():
   assert stored_tokens(cache, again) == [1, 2, 3, 4, 5]
 
 
+@pytest.mark.parametrize(
+  "make_batch",
+  [
+    lambda _: None,
+    lambda _: 3,
+    lambda _: [],
+    lambda sequence: [sequence],
+    lambda sequence: [(sequence, None)],
+    lambda sequence: [(sequence, 1.5)],
+    lambda sequence: [(sequence, -1)],
+    lambda _: [(None, 1)],
+  ],
+)
+def test_what_is_no_batch_opens_no_step(make_batch):
+  cache = make_cache()
+  sequence = cache.open([1, 2, 3])
+  before = cache.allocator.state_digest()
+  with pytest.raises((errors.BadStep, errors.BadHandle)):
+    with cache.step(make_batch(sequence)):
+      pass
+  assert cache.allocator.open_plan is None
+  assert cache.allocator.state_digest() == before
+  run(cache, (sequence, 3))
+  assert stored_tokens(cache, sequence) == [1, 2, 3]
+
+
 def test_an_exception_before_the_model_restores_the_predecessor():
   cache = make_cache()
   sequence = cache.open([1, 2, 3, 4, 5])
