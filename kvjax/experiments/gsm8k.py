@@ -36,7 +36,7 @@ def run(
     shots=config.shots,
     questions=config.questions,
   )
-  model, tokenizer = serving.load_model(config.model)
+  model, tokenizer = serving.load_model(config)
   prompts = [tokenizer.encode(text) for text in texts]
   params = serving.sampling_params(config)
   sizes = serving.cache_sizes(config, model, prompts)

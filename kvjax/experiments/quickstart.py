@@ -4,6 +4,7 @@ import pathlib
 
 import ml_collections
 
+from kvjax import models
 from kvjax.experiments import common
 from kvjax.experiments import dense_baseline
 from kvjax.experiments import prompts as prompts_lib
@@ -25,7 +26,7 @@ def run(
     The summary.
   """
   texts = prompts_lib.read_prompts(pathlib.Path(config.prompts))
-  model, tokenizer = serving.load_model(config.model)
+  model, tokenizer = serving.load_model(config)
   prompts = [tokenizer.encode(text) for text in texts]
   params = serving.sampling_params(config)
   sizes = serving.cache_sizes(config, model, prompts)
@@ -41,7 +42,7 @@ def run(
   serving.write_texts(workdir / "generated.txt", texts, runs[WITH])
   serving.draw_pool_use(workdir / "pool_use.png", runs)
   ratios = dense_baseline.measure(
-    model,
+    _unrolled(config, model),
     batch=config.baseline_batch,
     context=config.baseline_context,
     chunk=config.baseline_chunk,
@@ -59,3 +60,14 @@ def run(
   )
   common.print_note(f"wrote {workdir / common.SUMMARY_NAME}")
   return summary
+
+
+def _unrolled(
+  config: ml_collections.ConfigDict, model: models.Decoder
+) -> models.Decoder:
+  """The model for the baseline, whose dense cache is an array per layer."""
+  if not model.scan_layers or not config.baseline_rounds:
+    return model
+  config = config.copy_and_resolve_references()
+  config.scan_layers = False
+  return serving.load_model(config)[0]

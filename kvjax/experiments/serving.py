@@ -62,15 +62,17 @@ class Served:
 
 
 def load_model(
-  path: str,
+  config: ml_collections.ConfigDict,
 ) -> tuple[models.Decoder, models.Tokenizer]:
-  """Loads a checkpoint and its tokenizer.
+  """Loads the configured checkpoint and its tokenizer.
 
   Args:
-    path: a folder or a GGUF file; empty takes the packaged SmolLM2-135M.
+    config: with `model`, a folder or a GGUF file, where empty takes the packaged
+      SmolLM2-135M; and `scan_layers`.
   """
-  source = path or str(models.smollm2_gguf())
-  return models.load(source), models.load_tokenizer(source)
+  source = config.model or str(models.smollm2_gguf())
+  model = models.load(source, scan_layers=config.scan_layers)
+  return model, models.load_tokenizer(source)
 
 
 def cache_sizes(

@@ -130,9 +130,9 @@ def test_what_is_no_batch_opens_no_step(make_batch):
   cache = make_cache()
   sequence = cache.open([1, 2, 3])
   before = cache.allocator.state_digest()
-  with pytest.raises((errors.BadStep, errors.BadHandle)):
-    with cache.step(make_batch(sequence)):
-      pass
+  refused = pytest.raises((errors.BadStep, errors.BadHandle))
+  with refused, cache.step(make_batch(sequence)):
+    pass
   assert cache.allocator.open_plan is None
   assert cache.allocator.state_digest() == before
   run(cache, (sequence, 3))

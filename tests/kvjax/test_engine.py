@@ -93,7 +93,7 @@ def check_whole(engine):
     {"prefix_index": "hash_chain"},
     {"tail_policy": "full_pages"},
     {"page_size": 1, "num_pages": 512, "token_budget": 3, "max_sequences": 2},
-    {"page_size": 16, "token_budget": 64, "max_sequences": 1},
+    {"page_size": 16, "token_budget": 40, "max_sequences": 1},
     {"page_size": 32, "token_budget": 3, "max_sequences": 2},
     {"page_size": 128, "num_pages": 16, "token_budget": 5, "max_sequences": 3},
   ],

@@ -76,6 +76,7 @@ class TestMasks(conformance.MaskConformance):
     )
 
 
+@pytest.mark.interpreted
 class TestUpdates(conformance.UpdateConformance):
   implementation = IMPLEMENTATION
   # A program for each width and dtype; `TestAllUpdates` has them.
@@ -103,6 +104,7 @@ class TestAllUpdates(conformance.UpdateConformance):
   test_padded_rows_go_to_the_null_page_only = None
 
 
+@pytest.mark.interpreted
 class TestSelection:
   """NaN lies in every row that nobody owns, in all of these."""
 

@@ -18,6 +18,7 @@ CHECKS_ONLY = dataclasses.replace(
 )
 
 
+@pytest.mark.interpreted
 def test_the_dry_run_answers_right_and_writes_every_section(tmp_path, capsys):
   out = tmp_path / "there" / "check.json"
   assert gpu_check.main([f"--out={out}", "--dry-run"]) == 0

@@ -24,6 +24,7 @@ from pallas_kernels.paged_attention import tpu_stream
 from tests.pallas_kernels import batches
 from tests.pallas_kernels import conformance
 from tests.pallas_kernels import harness
+from tests.pallas_kernels import mask_conformance
 from tests.pallas_kernels import tpu_interpreter
 
 EAGER = tpu_interpreter.implementation("eager")
@@ -39,6 +40,7 @@ def nothing_left_behind(capfd):
   assert "RACE" not in said
 
 
+@pytest.mark.interpreted
 class TestAttention(conformance.AttentionConformance):
   implementation = ON_WAIT
   # Several programs each.
@@ -49,16 +51,41 @@ class TestAttention(conformance.AttentionConformance):
   test_windows_that_end_inside_and_across_a_shared_prefix = None
   test_sinks_count_once_whether_split_or_not = None
 
+  @pytest.mark.parametrize(
+    "case", [(9, 3, 64, "float32"), (4, 1, 128, "bfloat16")]
+  )
+  def test_ragged_prefill_and_decode_together(self, case):
+    super().test_ragged_prefill_and_decode_together(*case)
 
+  @pytest.mark.parametrize(
+    "case",
+    [
+      (None, "bfloat16", "int8"),
+      (None, "float32", "float8_e4m3fn"),
+      ([1, 0, 13, 2], "float32", "int8"),
+      ([1, 0, 13, 2], "bfloat16", "float8_e4m3fn"),
+    ],
+  )
+  def test_quantised_pages(self, case):
+    super().test_quantised_pages(*case)
+
+
+@pytest.mark.interpreted
 class TestMasks(conformance.MaskConformance):
   implementation = EAGER
   test_everything_at_once = None
 
+  @pytest.mark.parametrize("counts", mask_conformance.RAGGED)
+  def test_soft_cap_comes_after_scale_and_before_the_mask(self, counts):
+    super().test_soft_cap_comes_after_scale_and_before_the_mask(counts, 30.0)
 
+
+@pytest.mark.interpreted
 class TestUpdate(conformance.UpdateConformance):
   implementation = ON_WAIT
 
 
+@pytest.mark.interpreted
 class TestMerge(conformance.MergeConformance):
   implementation = EAGER
 
@@ -88,6 +115,7 @@ class TestAllUpdatesEager(conformance.UpdateConformance):
   implementation = EAGER
 
 
+@pytest.mark.interpreted
 def test_tiles_of_the_heuristic_give_the_same_answer():
   lengths, counts = [5, 90, 41], [1, 13, 2]
   batch = batches.make(lengths, counts, page_size=32, head_dim=128)
@@ -97,6 +125,7 @@ def test_tiles_of_the_heuristic_give_the_same_answer():
     harness.assert_close(EAGER.attend(arrays, fresh=True), want)
 
 
+@pytest.mark.interpreted
 def test_rows_of_two_lane_tiles_land_in_their_slots():
   rng = np.random.default_rng(0)
   pages = rng.standard_normal((5, 2, 16, 256)).astype(np.float32)
@@ -135,6 +164,7 @@ class IntoOneBuffer(tpu_stream.Source):
     return super().destination(0, page)
 
 
+@pytest.mark.interpreted
 @pytest.mark.parametrize("mode", tpu_interpreter.MODES)
 @pytest.mark.parametrize(
   "mutant",

@@ -49,14 +49,25 @@ class ByteTokenizer:
 
 @pytest.fixture(scope="module")
 def loaded():
-  # One for all: what an engine compiles stays with the model.
-  model = testing.random_decoder(testing.tiny_config(vocab_size=256))
-  return model, ByteTokenizer()
+  """The model, unrolled and scanned, and its tokenizer.
+
+  One for all tests: what an engine compiles stays with the model.
+  """
+  config = testing.tiny_config(vocab_size=256)
+  return {
+    scan_layers: (
+      testing.random_decoder(config, scan_layers=scan_layers),
+      ByteTokenizer(),
+    )
+    for scan_layers in (False, True)
+  }
 
 
 @pytest.fixture
 def tiny_model(monkeypatch, loaded):
-  monkeypatch.setattr(serving, "load_model", lambda path: loaded)
+  monkeypatch.setattr(
+    serving, "load_model", lambda config: loaded[config.scan_layers]
+  )
 
 
 def load_config(name: str, **changes):
@@ -65,8 +76,9 @@ def load_config(name: str, **changes):
     {
       "max_tokens": 6,
       "max_sequences": 2,
-      "token_budget": 8,
+      "token_budget": 3,
       "page_size": 4,
+      "scan_layers": True,
       **changes,
     }
   )
@@ -124,7 +136,7 @@ def test_a_baseline_that_is_left_out_is_null(tiny_model, tmp_path):
 def test_a_baseline_that_cannot_be_is_refused(loaded, batch, match):
   with pytest.raises(common.ExperimentError, match=match):
     dense_baseline.measure(
-      loaded[0],
+      loaded[False][0],
       batch=batch,
       context=36,
       chunk=16,
