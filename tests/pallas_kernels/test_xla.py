@@ -34,7 +34,12 @@ XLA = conformance.Implementation(
 FOLDED = conformance.Implementation("xla", platform="tpu")
 
 
-class TestAttention(conformance.AttentionConformance):
+class TestAttention(conformance.FewerCases):
+  implementation = XLA
+
+
+@pytest.mark.slow
+class TestAllAttention(conformance.AttentionConformance):
   implementation = XLA
 
 
