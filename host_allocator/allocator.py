@@ -33,7 +33,6 @@ from host_allocator import tables
 from host_allocator import tokens as tokens_lib
 from host_allocator.prefix import side_inputs as side_inputs_lib
 
-Pairs = reservation.Pairs
 Members = Sequence[sequences_lib.Sequence] | sequences_lib.Batch
 
 
@@ -285,7 +284,9 @@ class KVAllocator(forgetting.Forgetting):
 
   # Steps ---------------------------------------------------------------------
 
-  def plan(self, batch: Pairs | sequences_lib.Batch) -> steps.StepPlan:
+  def plan(
+    self, batch: reservation.Pairs | sequences_lib.Batch
+  ) -> steps.StepPlan:
     """Reserves what computing the next rows of each sequence needs.
 
     Evicts where it must, which is an epoch of its own and stays.
@@ -311,7 +312,9 @@ class KVAllocator(forgetting.Forgetting):
       members = self.rows.batch(named)
       return reservation.reserve(self, members, counts, int(counts.sum()))
 
-  def size(self, batch: Pairs | sequences_lib.Batch) -> tuple[int, int]:
+  def size(
+    self, batch: reservation.Pairs | sequences_lib.Batch
+  ) -> tuple[int, int]:
     """How many tokens and sequences a step of a batch would have.
 
     Raises:
