@@ -1,4 +1,4 @@
-"""Both prefix indexes: what is found, shared, kept apart and given up."""
+"""Both prefix indexes: what is found and shared, side inputs, events, memory."""
 
 import subprocess
 import sys
@@ -14,10 +14,6 @@ from host_allocator import telemetry
 from host_allocator.prefix import side_inputs
 
 A = list(range(100, 120))
-
-
-def node_count(cache):
-  return sum(len(list(cache.index.nodes(root))) for root in cache.index.roots())
 
 
 # Matching ----------------------------------------------------------------------
