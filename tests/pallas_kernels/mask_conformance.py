@@ -52,19 +52,18 @@ class MaskConformance:
     harness.assert_same_bits(got, want)
 
   @pytest.mark.parametrize("counts", RAGGED)
-  @pytest.mark.parametrize("soft_cap", [1.0, 30.0])
+  @pytest.mark.parametrize(("soft_cap", "window"), [(1.0, None), (30.0, 3)])
   def test_soft_cap_comes_after_scale_and_before_the_mask(
-    self, counts, soft_cap
+    self, counts, soft_cap, window
   ):
     batch = batches.make([5, 41, 60], counts)
     # Where the cap came after the mask, a masked logit would count again.
     first_seen = [keys[:-1] for keys in batch.keys]
     for keys, values in zip(first_seen, batch.values, strict=True):
       values[len(keys) // 2 + 1 :] *= 1e4
-    for window in (5000, 3):
-      harness.check(
-        self.implementation, batch, soft_cap=soft_cap, scale=0.7, window=window
-      )
+    harness.check(
+      self.implementation, batch, soft_cap=soft_cap, scale=0.7, window=window
+    )
 
   @pytest.mark.parametrize("counts", RAGGED)
   def test_without_causality_every_valid_row_is_seen(self, counts):

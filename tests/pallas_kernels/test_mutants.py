@@ -66,7 +66,7 @@ MUTANTS = [
     "  if options.soft_cap is not None:\n"
     "    logits = options.soft_cap * jnp.tanh(logits / options.soft_cap)\n",
     lambda tests: tests.test_soft_cap_comes_after_scale_and_before_the_mask(
-      [1, 13, 2], 1.0
+      [1, 13, 2], 1.0, None
     ),
   ),
   _attention(

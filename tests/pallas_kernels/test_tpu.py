@@ -59,7 +59,7 @@ class TestMasks(conformance.MaskConformance):
 
   @pytest.mark.parametrize("counts", mask_conformance.RAGGED)
   def test_soft_cap_comes_after_scale_and_before_the_mask(self, counts):
-    super().test_soft_cap_comes_after_scale_and_before_the_mask(counts, 30.0)
+    super().test_soft_cap_comes_after_scale_and_before_the_mask(counts, 30.0, 3)
 
 
 @pytest.mark.interpreted
